@@ -463,6 +463,8 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     vocabulary: str = ""
     """A digest of the text of each token; empty: not known. To a router of another one, token ids
     mean something else."""
+    num_disk_blocks: int = 0
+    """The most blocks that it keeps on disk, beside its `num_blocks`."""
 
     @property
     def shown_name(self) -> str:

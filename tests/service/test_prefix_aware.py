@@ -167,6 +167,38 @@ def known_to_be_remembered(service: Service, prompt: str) -> set[int]:
     return {pools.fleet.known.num_cached(link.key, keys_of(hashes)) for link in links}
 
 
+async def test_what_is_on_disk_is_known_too_where_memory_has_less(
+    smollm2: str, keys_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = {"num_blocks": 40, "max_model_len": 512}
+    configs = (
+        engine_config("on-disk", smollm2, **small, kv_disk_bytes=1 << 30),
+        engine_config("forgetful", smollm2, **small, enable_prefix_caching=False),
+    )
+    started = await asyncio.gather(*(start_engine(config, keys_dir) for config in configs))
+    [(engine, at), (forgetful, at_d)] = started
+    keys = read_keys(keys_dir)
+    router = make_router(
+        smollm2, at, at_d, lambda: [keys], policy="prefix_aware", disaggregate="always"
+    )
+    router.start()
+    try:
+        await healthy(router)
+        for number in range(4):
+            await generate(router, f"{number} " + "word " * 300, max_tokens=1)
+
+        async def knows_all() -> bool:
+            there = (await engine.refresh_stats()).disk_blocks
+            return remembered_blocks(router) >= there > small["num_blocks"]
+
+        await eventually(knows_all)
+    finally:
+        router.shutdown()
+        engine.shutdown()
+        forgetful.shutdown()
+
+
 async def test_what_engines_forget_the_router_forgets(service: Service, eventually: Any) -> None:
     """A canary that comes afterwards, as on a machine so busy that an engine seems to fail, is
     remembered like any request, and nothing else is."""

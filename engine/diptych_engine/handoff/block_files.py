@@ -52,7 +52,7 @@ class BlockFiles:
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
-                if NAME.fullmatch(entry.name):
+                if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     found.append((status.st_mtime_ns, entry.name, status.st_size))
                 else:  # a part, or no file of ours
                     self.remove([entry.name])
@@ -120,12 +120,12 @@ class BlockFiles:
             written = os.writev(handle, content)
             if written != size:
                 raise OSError(f"{self.folder} took {written} of {size} bytes")
+            part.rename(self.folder / name)
         except OSError:
             self.remove([part.name])
             raise
         finally:
             os.close(handle)
-        part.rename(self.folder / name)
         return size
 
     def read(self, name: str, parts: Sequence[memoryview]) -> bool:

@@ -91,6 +91,11 @@ class BlockStore:
         """Readable when `handle_events` has something to do."""
 
     @property
+    def block_bytes(self) -> int:
+        """The KV of one block, in all ranks."""
+        return sum(map(len, self._parts(0)))
+
+    @property
     def at_rest(self) -> bool:
         """Whether no thread touches the KV memory."""
         return not (self._in_writing or self._reads)

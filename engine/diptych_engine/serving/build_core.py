@@ -261,6 +261,7 @@ def build_core(
     if config.kv_disk_bytes:
         store = kept_on_disk(config, recipe, runner, scheduler)
         core.hand_offs.store = store
+        description.num_disk_blocks = config.kv_disk_bytes // store.block_bytes
         core.watched[store.wake_fd] = store.handle_events
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -100,6 +101,22 @@ class FileStore:
             with contextlib.suppress(FileNotFoundError):
                 return (self._folder.files(client) / f"{file_id}.data").open("rb")
         raise _no_such_file(file_id)
+
+    def open_whole(self, client: str, file_id: str) -> tuple[BinaryIO, int]:
+        """Open a file, and return its size. Raises `InvalidRequestError` without one, or if it has
+        lost bytes: to a client the rest would look whole, or break off."""
+        known, file = self.get(client, file_id), self.open(client, file_id)
+        left = os.fstat(file.fileno()).st_size
+        if left != known.bytes:
+            file.close()
+            raise InvalidRequestError(
+                f"the disk has {left} of the {known.bytes} bytes of this file; delete it, and make "
+                "it anew",
+                param="id",
+                status=410,
+                code="file_damaged",
+            )
+        return file, left
 
     def page(
         self, client: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None

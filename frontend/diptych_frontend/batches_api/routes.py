@@ -94,11 +94,10 @@ class BatchRoutes:
     async def content(self, request: Request) -> Response:
         """Return the bytes of a file."""
         service, file_id = self._on, request.path_params["file_id"]
-        known = await service.disk.run(service.files.get, _client(request), file_id)
-        file = await service.disk.run(service.files.open, _client(request), file_id)
+        file, size = await service.disk.run(service.files.open_whole, _client(request), file_id)
         return StreamingResponse(
             _pieces(service, file),
-            headers={"content-length": str(known.bytes), "x-content-type-options": "nosniff"},
+            headers={"content-length": str(size), "x-content-type-options": "nosniff"},
             media_type="application/octet-stream",
         )
 

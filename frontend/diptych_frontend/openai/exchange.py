@@ -272,13 +272,19 @@ def decode_body(
             param="Content-Type",
             status=415,
         )
+    _check_coding(scope)
     try:
         return decode_json(body, decoder, max_values)
     except InvalidRequestError as exc:
         if not isinstance(exc.__cause__, msgspec.ValidationError):
-            _check_encoding(scope, body)
+            _check_charset(scope, body)
             raise
-        raw = decode_json(body, _any, max_values)
+        try:
+            raw = decode_json(body, _any, max_values)
+        except InvalidRequestError as untyped:
+            if isinstance(untyped.__cause__, msgspec.ValidationError):  # a number such as 1e400
+                raise exc from None
+            raise
         exchange = exchange_of(scope)
         left_out = leave_out(raw, decoder.type, refuses_unknown=exchange.refuses_unknown)
         if not left_out:
@@ -289,8 +295,9 @@ def decode_body(
         return decode_json(msgspec.json.encode(raw), decoder, max_values)
 
 
-def _check_encoding(scope: Scope, body: bytes) -> None:
-    """Raise `InvalidRequestError` if a body that is no JSON may be some in another encoding."""
+def _check_coding(scope: Scope) -> None:
+    """Raise `InvalidRequestError` for a body that is said to be compressed, even if it is not: who
+    stands in between may have read something else."""
     coding = header(scope, b"content-encoding") or "identity"
     if coding.lower() != "identity":
         raise InvalidRequestError(
@@ -298,6 +305,10 @@ def _check_encoding(scope: Scope, body: bytes) -> None:
             param="Content-Encoding",
             status=415,
         )
+
+
+def _check_charset(scope: Scope, body: bytes) -> None:
+    """Raise `InvalidRequestError` if a body that is no JSON may be some in another encoding."""
     charset = (header(scope, b"content-type") or "").lower().partition("charset=")[2].strip(' "')
     if charset not in ("", "utf-8", "utf8") or body.startswith(_BYTE_ORDER_MARKS):
         raise InvalidRequestError(

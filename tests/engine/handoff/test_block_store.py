@@ -21,6 +21,7 @@ from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
 from diptych_engine.handoff import block_store
 from diptych_engine.handoff.block_files import BlockFiles
+from diptych_kernels.made_once import PART
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, InvalidRequestError
 from diptych_protocol.block_hashes import extend_block_hashes
 
@@ -172,6 +173,11 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def folder(path: Path) -> None:
+    path.unlink()
+    (path / "within").mkdir(parents=True)
+
+
 def each(damage: Callable[[Path], object]) -> Callable[[list[Path]], object]:
     return lambda paths: [damage(path) for path in paths]
 
@@ -184,6 +190,7 @@ DAMAGES: dict[str, Callable[[list[Path]], object]] = {
     "under another's name": rotate,
     "a link": each(link),
     "a pipe": each(pipe),
+    "a folder": each(folder),
     "gone": each(lambda path: path.unlink()),
 }
 
@@ -196,6 +203,7 @@ def test_what_is_not_as_it_was_written_is_computed(
     with started(model) as engine:
         assert engine.answer() == (expected, 0)
         assert engine.answer(name="again") == (expected, 0)
+    assert not list(cache.glob(f"*/*{PART}"))
 
 
 def test_a_prefix_is_read_up_to_the_first_block_that_is_damaged(

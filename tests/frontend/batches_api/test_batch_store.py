@@ -265,6 +265,21 @@ def test_a_damaged_state_stands_in_the_way_of_nothing_else(
     assert {path.stem for path in tmp_path.rglob("*.data")} == {whole}
 
 
+@pytest.mark.parametrize(("there", "said"), [(b"{}", "2 of the 3"), (b"", "0 of"), (b"{}{}", "4")])
+def test_a_file_that_has_lost_bytes_is_not_given_out_as_whole(
+    store: BatchStore, tmp_path: Path, there: bytes, said: str
+) -> None:
+    whole, damaged = uploaded(store), uploaded(store)
+    [content] = tmp_path.rglob(f"{damaged}.data")
+    content.write_bytes(there)
+    with pytest.raises(InvalidRequestError, match=f"the disk has {said}") as caught:
+        store.files.open_whole(ANN, damaged)
+    assert caught.value.status == 410
+    file, size = store.files.open_whole(ANN, whole)
+    with file:
+        assert len(file.read()) == size == 3
+
+
 def test_a_client_has_half_of_the_room_and_who_is_alone_has_all(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     files = FileStore(folder, 1000)

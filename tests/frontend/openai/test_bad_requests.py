@@ -277,11 +277,12 @@ async def test_each_refusal_before_the_body_has_its_status(http: httpx.AsyncClie
     ("encoded", "headers", "param"),
     [
         (gzip.compress(b"{}"), {"content-encoding": "gzip"}, "Content-Encoding"),
+        (b"{}", {"content-encoding": "gzip"}, "Content-Encoding"),
         ("{}".encode("utf-16"), {}, "Content-Type"),
         ("{}".encode("utf-16-le"), {"content-type": JSON + '; charset="UTF-16"'}, "Content-Type"),
         ("{}".encode("utf-8-sig"), {"content-type": JSON + "; charset=utf-8"}, "Content-Type"),
     ],
-    ids=["gzip", "UTF-16 with a mark", "UTF-16", "UTF-8 with a mark"],
+    ids=["gzip", "no gzip", "UTF-16 with a mark", "UTF-16", "UTF-8 with a mark"],
 )
 async def test_a_body_in_another_encoding_is_told_how_to_come(
     http: httpx.AsyncClient, encoded: bytes, headers: dict[str, str], param: str
@@ -290,6 +291,14 @@ async def test_a_body_in_another_encoding_is_told_how_to_come(
     answer = await http.post(CHAT, content=encoded, headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (415, param)
     assert answer.json()["error"]["message"].startswith("send the body ")
+
+
+async def test_a_number_that_no_field_can_have_is_refused_by_its_field(
+    http: httpx.AsyncClient,
+) -> None:
+    content = json.dumps(body(COMPLETIONS, temperature=7)).replace("7", "1e400")
+    answer = await http.post(COMPLETIONS, content=content, headers={"content-type": JSON})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
 
 
 async def pieces(text: str) -> Any:

@@ -186,6 +186,24 @@ def test_who_never_asks_for_a_connection_is_cut_off_in_time(
         assert not ours.of(PeerLost)
 
 
+def test_who_sends_more_than_ucx_reads_is_cut_off_at_the_second_look(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then a thread of UCX never rests. Who sends less, or nothing, has its time."""
+    monkeypatch.setattr(ucx_transport, "LOOK_S", 0.05)
+    ours, friend = make(), make()
+    port = ours.transport.port
+    ours.transport._loiterers = Loiterers(port, 3600.0, 64)
+    with ExitStack() as stack:
+        for sent in (b"", b"\1", b"x" * 5000, b"y" * 70000):
+            stranger = stack.enter_context(socket.create_connection((LOOPBACK, port)))
+            stranger.sendall(sent)
+        until(lambda: num_accepted(port) == 4)
+        until(lambda: num_accepted(port) == 2, ours)
+        friend.connect(ours)
+        until(lambda: ours.of(Connected) and friend.of(Connected), ours, friend)
+
+
 def test_those_who_never_ask_for_a_connection_are_few(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,8 @@
 
 UCX waits for the whole of a request for ever. Where more comes than a request may have, it reads no
 more, misses the end, and one of its threads looks at the socket without a pause until the engine
-ends. It tells nobody of such sockets. So they are looked for among those of the process.
+ends. It tells nobody of such sockets. So they are looked for among those of the process. Who has
+sent what UCX leaves unread from one look to the next is cut off then, not when its time is over.
 """
 
 from __future__ import annotations
@@ -34,25 +35,30 @@ class Loiterers:
         self._port, self._patience_s, self._most = port, patience_s, most
         self._since: dict[int, float] = {}
         """By the inode of the socket, the oldest first."""
+        self._unread = set[int]()
+        """Those of which UCX had left something unread at the last look."""
 
     def cut_off(self, known: Set[Address], now: float) -> None:
-        """Cut off those that have been there for too long, or that are too many.
+        """Cut off those that have been there for too long, are too many, or are still unread.
 
         known: the callers of all connections that UCX has made.
         """
         late = {*list(self._since)[: -self._most]}
         late |= {one for one, since in self._since.items() if now - since >= self._patience_s}
-        seen = dict[int, float]()
+        seen, unread = dict[int, float](), set[int]()
         with contextlib.suppress(OSError):  # no descriptor is left: the next look tries again
             for accepted in _accepted_at(self._port):
                 inode = os.fstat(accepted.fileno()).st_ino
                 if _caller(accepted) in known:
                     continue
-                if inode in late:
+                if _is_unread(accepted):
+                    unread.add(inode)
+                if inode in late or inode in unread & self._unread:
                     _reset(accepted)
                 else:
                     seen[inode] = self._since.get(inode, now)
         self._since = dict(sorted(seen.items(), key=lambda one: one[1]))
+        self._unread = unread
 
 
 def _accepted_at(port: int) -> Iterator[socket.socket]:
@@ -85,6 +91,12 @@ def _caller(accepted: socket.socket) -> Address | None:
     except OSError:  # it has reset the connection
         return None
     return host, port
+
+
+def _is_unread(accepted: socket.socket) -> bool:
+    with contextlib.suppress(OSError):  # nothing is there, or it has reset the connection
+        return bool(accepted.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    return False
 
 
 def _reset(accepted: socket.socket) -> None:

@@ -207,7 +207,8 @@ class Pools:
         return link.stats if link is not None and link.up else None
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
-        most = link.description.num_blocks if link.description is not None else 0
+        about = link.description
+        most = 0 if about is None else about.num_blocks + about.num_disk_blocks
         if not self.fleet.known.take(link.key, changes, most):
             link.follow_prefixes()
 
