@@ -146,6 +146,8 @@ def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
             },
         },
         "spec": {
+            # Said, or what somebody has set in the Deployment by hand would stay.
+            **dict.fromkeys(("hostNetwork", "hostPID", "hostIPC"), False),
             "serviceAccountName": object_name(service, role),
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
