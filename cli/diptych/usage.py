@@ -30,11 +30,16 @@ def usage(files: tuple[Path, ...], key: Path) -> None:
     if not secret:
         raise BadInputError(f"{key} is empty")
     totals: dict[str, Counter[str]] = {}
+    read: dict[tuple[object, ...], Path] = {}
     for file in files:
         try:
             lines = verified(file.read_bytes(), secret)
         except InvalidRequestError as exc:
             raise RunError(f"{file}: {exc}") from exc
+        if (twin := read.setdefault(tuple(lines), file)) is not file:
+            raise BadInputError(
+                f"{file}: the same as {twin}, and would be billed twice; leave one out"
+            )
         for line in lines:
             totals.setdefault(line.key, Counter()).update(
                 REQUESTS=line.requests, PROMPT=line.prompt_tokens, GENERATED=line.generated_tokens

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import kopf
@@ -99,8 +100,10 @@ class Leader:
     def _standstill_s(self) -> float:
         return self._queue.standstill_s() if self._queue else 0.0
 
-    async def operate(self) -> None:
-        """Serve until `stop` is set; the process ends with it. Raises `DiptychError`."""
+    async def operate(self, namespaces: Sequence[str]) -> None:
+        """Serve these namespaces, or all if none are given, until `stop` is set; the process ends
+        with it. Raises `DiptychError`."""
+        self._args.namespaces = list(namespaces)
         if (cluster := await self._cluster_with_crd()) is None:
             return
         log.info("leading as %s on %s", self._args.identity, cluster)

@@ -187,11 +187,13 @@ class Executor:
 
 def _taken(shared: Iterable[Object], snapshot: ServiceSnapshot) -> list[Object]:
     """What all revisions share, with a note of what it was rendered for; without the routers and
-    the file that they read at their start while they are held."""
-    parts = [obj for obj in shared if not snapshot.held or not _starts_routers(obj, snapshot)]
+    the file that they read at their start while they are held, unless they are gone."""
+    held = snapshot.held and bool(snapshot.deployments(""))
+    parts = [obj for obj in shared if not held or not _starts_routers(obj, snapshot)]
     for obj in parts:
-        if obj["kind"] == "Deployment" and snapshot.rendered is not None:
-            obj["metadata"]["annotations"][RENDERED_ANNOTATION] = str(snapshot.rendered)
+        if snapshot.is_noted_on(obj) and snapshot.rendered is not None:
+            notes = obj["metadata"].setdefault("annotations", {})
+            notes[RENDERED_ANNOTATION] = str(snapshot.rendered)
     return parts
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,11 +17,12 @@ from diptych_operator.kube.children import (
 )
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.new_secrets import new_secrets
-from diptych_operator.render.keys import secret, secret_name
-from diptych_protocol.admin import ADMIN_TOKEN_FILE
+from diptych_operator.render.keys import admin_token, secret, secret_name
 
 RECHECK_S = 300.0
 """How long it may take to notice that somebody deleted a Secret."""
+MOST_TRIES = 3
+"""To make a Secret whose name is taken."""
 
 
 _Id = tuple[str, str, str, str]
@@ -40,13 +39,13 @@ def _how_to_renew(service: InferenceService) -> str:
 
 
 class KeysLostError(Exception):
-    """The Secret with the keys of running pods is gone, and nobody else has them."""
+    """The Secret with the keys of running pods is gone or spoiled, and nobody else has them."""
 
     def __init__(self, service: InferenceService, keys: str, token: str) -> None:
         super().__init__(
-            f"the Secret {secret_name(service, keys)} is gone, and running pods have its keys: "
-            "they serve on, but no new pod can join them; bring it back from a backup, or ask for "
-            f"new keys: {_how_to_renew(service)}"
+            f"the Secret {secret_name(service, keys)} is gone, or not as it was made, and running "
+            "pods have its keys: they serve on, but no new pod can join them; bring it back from a "
+            f"backup, or ask for new keys: {_how_to_renew(service)}"
         )
         self.token = token
         """The admin token that was in it, if this process ever read it, else empty."""
@@ -90,7 +89,7 @@ class KeyKeeper:
         has them, `KeysHeldError` if only `holders`, pods that are to go, have some of this name,
         `NotOursError`, `ApiError`.
         """
-        token = await self._read(service, keys)
+        token, tries = await self._read(service, keys), 0
         while token is None:
             if in_use:
                 # New keys of this name would cut new pods off from old ones without an error.
@@ -102,8 +101,10 @@ class KeyKeeper:
             try:
                 await self._kube.create(with_owner(secret(service, keys, new_secrets()), service))
             except ApiError as exc:
-                if exc.status != 409:
+                tries += 1
+                if exc.status != 409 or tries == MOST_TRIES:
                     raise
+                await self._remove_spoiled(service, keys)
             token = await self._read(service, keys)
         return token
 
@@ -123,6 +124,13 @@ class KeyKeeper:
         self._known.pop(_id(service, keys), None)
         self._removed.add(_id(service, keys))
 
+    async def _remove_spoiled(self, service: InferenceService, keys: str) -> None:
+        """Make room for a Secret whose name one has that is ours and of no use to anybody."""
+        name, namespace = secret_name(service, keys), service.metadata.namespace
+        raw = await self._kube.get("v1", "Secret", namespace, name)
+        if raw is not None and belongs_to(raw, service) and admin_token(raw) is None:
+            await self._kube.delete("v1", "Secret", namespace, name, raw["metadata"]["uid"])
+
     def forget(self, key: tuple[str, str]) -> None:
         for known in [k for k in self._known if k[:2] == key]:
             del self._known[known]
@@ -140,11 +148,9 @@ class KeyKeeper:
             await adopt_orphan(self._kube, raw, service)
         elif not belongs_to(raw, service):
             raise NotOursError("Secret", name)
-        try:
-            token = base64.b64decode(raw["data"][ADMIN_TOKEN_FILE], validate=True).decode()
-        except (KeyError, binascii.Error, UnicodeDecodeError) as exc:
-            raise NotOursError("Secret", name) from exc  # we made none without a token
-        self._known[_id(service, keys)] = _Known(token, time.monotonic())
+        token = admin_token(raw)
+        if token is not None:
+            self._known[_id(service, keys)] = _Known(token, time.monotonic())
         return token
 
 

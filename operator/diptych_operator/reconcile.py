@@ -131,6 +131,8 @@ class Reconciler:
         self._parsed: dict[ServiceKey, tuple[Raw, InferenceService]] = {}
         self._scaling: dict[ServiceKey, Memory] = {}
         self._stands_back: set[ServiceKey] = set()
+        self._silenced: set[ServiceKey] = set()
+        """Services whose status the API server refuses."""
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """Bring one service closer to its spec. Returns the seconds until the next pass."""
@@ -180,6 +182,7 @@ class Reconciler:
 
     def _forget(self, key: ServiceKey) -> None:
         self._stands_back.discard(key)
+        self._silenced.discard(key)
         self._routers.follow(key, [], [])
         self._scaling.pop(key, None)
         self._upgrades.places.pop(key, None)
@@ -401,16 +404,27 @@ class Reconciler:
         self._metrics.saw((meta.namespace, meta.name), after)
         if after == before:
             return
-        await self._kube.apply_status(
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "metadata": {"name": meta.name, "namespace": meta.namespace},
-                "status": msgspec.to_builtins(after),
-            }
-        )
+        named = {"name": meta.name, "namespace": meta.namespace}
+        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": named}
+        try:
+            await self._kube.apply_status(body | {"status": msgspec.to_builtins(after)})
+        except ApiError as exc:
+            if not exc.is_refusal:
+                raise
+            await self._tell_without_status(service, exc)
+            return
+        self._silenced.discard((meta.namespace, meta.name))
         for note in events_between(before, after):
             await self._events.post(service, note)
+
+    async def _tell_without_status(self, service: InferenceService, refusal: ApiError) -> None:
+        """Say once that the status is not to be believed; all else goes on."""
+        key = service.metadata.namespace, service.metadata.name
+        if key not in self._silenced:
+            self._silenced.add(key)
+            words = f"the status is out of date, because the API server refuses it: {refusal}"
+            words += "; apply the chart or crds/ of the operator's version"
+            await self._events.post(service, EventNote("Warning", Reason.OPERATOR_PROBLEM, words))
 
     async def _report_blocked(self, service: InferenceService, problem: Problem) -> float:
         """Nothing could be done at all."""

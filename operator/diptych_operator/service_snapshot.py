@@ -64,9 +64,19 @@ class ServiceSnapshot:
 
     @property
     def last_rendered(self) -> Rendered | None:
-        """What the pods were rendered for, if the cluster says so."""
-        found = (annotation(raw, RENDERED_ANNOTATION) for raw in self.deployments(""))
-        return Rendered.read(next(found, ""))
+        """What the pods were rendered for, if the cluster says so: two objects, should one be
+        deleted."""
+        noted = {
+            raw["kind"]: annotation(raw, RENDERED_ANNOTATION)
+            for raw in self.children.values()
+            if self.is_noted_on(raw)
+        }
+        return Rendered.read(noted.get("Deployment") or noted.get("Service", ""))
+
+    def is_noted_on(self, obj: Raw) -> bool:
+        """Whether a child has a note of what the pods were rendered for."""
+        of_routers = obj["metadata"]["name"] == object_name(self.service, "router")
+        return of_routers and obj["kind"] in ("Deployment", "Service")
 
     @property
     def at_rest(self) -> bool:

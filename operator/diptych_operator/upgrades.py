@@ -1,7 +1,8 @@
 """What an upgrade of the operator may do by itself: its turns, one service after the other.
 
-The routers' Deployment says what the pods were last rendered for (`Rendered`). If the user asks for
-the same and this operator renders pods otherwise, they stay as they are until it is their turn.
+Deployment and Service of the routers say what the pods were last rendered for (`Rendered`). If the
+user asks for the same and this operator renders pods otherwise, they stay as they are until it is
+their turn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NEXT: Final = 10
 
 
 class Rendered(NamedTuple):
-    """What the pods of a service were rendered for; an annotation of the routers' Deployment."""
+    """What the pods of a service were rendered for; an annotation."""
 
     intent: str
     """What the user asked for: the generation of the spec, the keys, and the word to upgrade."""

@@ -130,12 +130,12 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     weight: int
     """Percent of new requests."""
     requests: int = 0
-    """Those whose first token came, or that failed before it."""
+    """Those whose first token came, or that failed before it, or were given up when it was late."""
     failed: int = 0
     late: int = 0
     """Those whose first token came later than promised (`slo.ttftMs`)."""
     ended: int = 0
-    """Answers of at least two tokens that ended well."""
+    """Answers of at least two tokens that did not fail, whether or not clients gave them up."""
     slow: int = 0
     """Those of them whose tokens came slower than promised (`slo.interTokenMs`)."""
     handed_over: int = 0

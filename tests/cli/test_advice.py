@@ -149,6 +149,14 @@ def test_the_error_of_the_prediction_is_told_with_it(
     assert told["best"] in told["tried"]
 
 
+def test_a_question_that_cannot_be_answered_ends_with_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = report(answered(READING, 0.5), ttft_ms=None)
+    monkeypatch.setattr("diptych.why.ask_service", lambda *_: ([Told("router-0", known)], []))
+    done = CliRunner().invoke(command, ["it"])
+    assert done.exit_code == 2
+    assert "give --ttft-ms, --inter-token-ms or both" in done.stderr
+
+
 def test_a_step_takes_what_engines_reported() -> None:
     plan = ObservedService.of([report(answered(READING, 1.0))]).plan(ServiceShape(1, 1, "always"))
     chunk, rows = StepShape(tokens=500, sampled=0), StepShape(tokens=8, sampled=8)

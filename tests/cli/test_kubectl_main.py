@@ -85,11 +85,14 @@ def test_without_a_kubeconfig_it_says_how_to_give_one(
     assert result.stderr.endswith("; set KUBECONFIG, or give --kubeconfig or --context\n")
 
 
-@pytest.mark.parametrize("command", ["why", "top"])
-def test_a_name_that_is_empty_is_not_that_of_all_services(command: str, tmp_path: Path) -> None:
-    result = run(command, "", "--kubeconfig", kubeconfig(tmp_path, "http://127.0.0.1:9"))
+@pytest.mark.parametrize("command", ["why", "top", "plan", "status"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "A"])
+def test_what_can_name_no_service_is_not_asked_for(command: str, name: str, tmp_path: Path) -> None:
+    """The API server would list all, or know nothing of the path."""
+    result = run(command, name, "--kubeconfig", kubeconfig(tmp_path, "http://127.0.0.1:9"))
     assert result.exit_code == 2
-    assert result.stderr == "Error: the NAME of a service is empty\n"
+    words = f"Error: {name!r} cannot be the name of a service; correct it\n"
+    assert result.stderr == words
 
 
 @pytest.mark.parametrize("given", [("-n", "../x"), ("-n", "Models"), ("-n", "a" * 64)])

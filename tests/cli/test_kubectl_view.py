@@ -115,9 +115,10 @@ def test_a_status_that_is_not_up_to_date_is_said_to_be_so(item: Any, words: str)
     seen = view.service_view(item)
     assert words in shown(view.details(seen))
     assert view.as_json([seen])[0]["reported"] is False
-    explained = why.explain(seen)
+    explained = why.explain(seen, [event("svc", "OperatorProblem", "the status is refused")])
     assert not explained.healthy
     assert words in explained.causes[0].message
+    assert "OperatorProblem: the status is refused" in explained.events[0]
 
 
 # --- why --------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ def test_days_are_checked_and_added_up(tmp_path: Path) -> None:
         *("KEY", "REQUESTS", "PROMPT", "GENERATED"),
         *("alice", "2", "3", "20"),
     ]
+    result = CliRunner().invoke(main, ["usage", "--key", str(key), *days, days[0]])
+    assert result.exit_code == 2
+    assert f"{days[0]}: the same as {days[0]}" in result.output
     key.write_text("another")
     result = CliRunner().invoke(main, ["usage", "--key", str(key), *days])
     assert result.exit_code == 1

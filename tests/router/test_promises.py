@@ -216,6 +216,28 @@ class TestCounts:
         kept.saw_failure(request, 9.0, of_load=True)
         assert counted(kept) == wanted
 
+    @pytest.mark.parametrize(
+        ("first_at", "tokens", "left_at", "wanted"),
+        [
+            (None, 0, 0.9, []),  # nobody knows whether it would have been late
+            (None, 0, 1.1, [("first_token", "missed")]),
+            (0.5, 1, 0.54, [("first_token", "kept")]),
+            (0.5, 1, 0.56, [("first_token", "kept"), ("inter_token", "missed")]),
+            (0.5, 5, 0.69, [("first_token", "kept"), ("inter_token", "kept")]),
+            (0.5, 5, 0.71, [("first_token", "kept"), ("inter_token", "missed")]),
+        ],
+    )
+    def test_who_leaves_is_counted_by_what_he_got(
+        self, first_at: float | None, tokens: int, left_at: float, wanted: list[tuple[str, str]]
+    ) -> None:
+        kept, request = promises(PROMISED_MS, 50), recorded()
+        if first_at is not None:
+            request.first_token_s = first_at
+            kept.saw_first(request, first_at)
+            request.tokens.came(tokens, first_at)
+        kept.saw_leave(request, left_at)
+        assert [(kind.promise, kind.outcome) for kind in kept.counts.elements()] == wanted
+
     def test_a_prompt_that_the_decode_engine_computes_is_counted_there(self) -> None:
         kept, request = promises(), recorded()
         Records().chose(request, Decision(None, "d", "cheapest"), {}, 9.0, 0.0)

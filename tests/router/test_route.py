@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -411,35 +412,78 @@ async def test_a_key_of_the_route_opens_it_and_the_services(tmp_path: Path) -> N
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_a_service_that_serves_https_is_known_by_its_certificate(tmp_path: Path) -> None:
-    own, other = (CERTIFICATES / name for name in ("first", "second"))
-    listener = listen("127.0.0.1", 0)
-    site = Site(build_app(EchoEngine()), listener, Certificate(own).context)
+@dataclass
+class Secured:
+    """A route to one service that serves HTTPS, and is called m."""
+
+    http: httpx.AsyncClient
+    context: ssl.SSLContext
+    """The service's."""
+    known: Path
+    proxy: proxy.Proxy
+
+    def knows(self, content: bytes) -> None:
+        """The route gets another file of the service's certificate."""
+        self.known.write_bytes(content)
+        for each in self.proxy.certificates.values():
+            each.refresh()
+
+    async def ask(self) -> int:
+        return (await self.http.post(CHAT, json={"model": "m"} | ASK)).status_code
+
+
+@contextlib.asynccontextmanager
+async def secured(tmp_path: Path, certificate: Path) -> AsyncIterator[Secured]:
+    listener, context = listen("127.0.0.1", 0), Certificate(certificate).context
     known = tmp_path / "a.crt"
     target = RouteTarget(
         "a", f"https://127.0.0.1:{listener.getsockname()[1]}", "echo", certificate=str(known)
     )
     config = RouteConfig("front", [RouteModel(["m"], [target])])
+    site = Site(build_app(EchoEngine()), listener, context)
     service = asyncio.create_task(serve_sites(site))
     try:
         async with (
-            routing(config) as (app, proxy, _),
+            routing(config) as (app, made, _),
             serving(app) as url,
             httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
         ):
-            chain = (other / "tls.crt").read_bytes() + (own / "tls.crt").read_bytes()
-            steps = (
-                (b"", 503), (chain, 503), ((own / "tls.crt").read_bytes(), 200), (b"bad", 200),
-            )  # fmt: skip
-            for content, status in steps:
-                known.write_bytes(content)
-                proxy.certificates[target.url].refresh()
-                assert (await http.post(CHAT, json={"model": "m"} | ASK)).status_code == status
-            (card,) = (await http.get("/v1/models")).json()["data"]
-            assert "max_model_len" in card, "it was asked"
+            yield Secured(http, context, known, made)
     finally:
         service.cancel()
         await asyncio.wait((service,))
+
+
+async def test_a_service_that_serves_https_is_known_by_its_certificate(tmp_path: Path) -> None:
+    own, other = ((CERTIFICATES / name / "tls.crt").read_bytes() for name in ("first", "second"))
+    async with secured(tmp_path, CERTIFICATES / "first") as route:
+        for content, status in ((b"", 503), (other + own, 503), (own, 200), (b"bad", 200)):
+            route.knows(content)
+            assert await route.ask() == status
+        (card,) = (await route.http.get("/v1/models")).json()["data"]
+        assert "max_model_len" in card, "it was asked"
+
+
+async def test_a_certificate_that_is_known_serves_past_its_last_day(tmp_path: Path) -> None:
+    async with secured(tmp_path, CERTIFICATES / "expired") as route:
+        route.knows((CERTIFICATES / "expired" / "tls.crt").read_bytes())
+        assert await route.ask() == 200
+
+
+async def test_requests_wait_until_route_and_service_have_a_changed_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with secured(tmp_path, CERTIFICATES / "first") as route:
+        route.knows((CERTIFICATES / "first" / "tls.crt").read_bytes())
+        assert await route.ask() == 200
+        new = CERTIFICATES / "second"
+        route.knows((new / "tls.crt").read_bytes())
+        asked = asyncio.create_task(route.ask())
+        done, _ = await asyncio.wait((asked,), timeout=0.5)
+        assert not done, "nobody else could answer"
+        route.context.load_cert_chain(new / "tls.crt", new / "tls.key")
+        assert await asked == 200
+        assert "cannot be reached" not in caplog.text
 
 
 async def test_a_page_of_another_site_may_not_use_a_route(route: Route) -> None:

@@ -57,10 +57,10 @@ def advise(
 def show_advice(
     ask: AskRouters, ttft_ms: float | None, inter_token_ms: float | None, *, as_json: bool
 ) -> None:
-    """Simulate what routers report, and print it. Raises `RunError` if too little is known."""
+    """Simulate what routers report, and print it. Raises `BadInputError` if it cannot."""
     from diptych.advise.advice import ObservedService
     from diptych.advise.advice import advise as find
-    from diptych.errors import RunError
+    from diptych.errors import BadInputError
     from diptych.router_admin import LOAD_PATH
     from diptych.watching import console_for_tables, print_json
     from diptych_protocol.admin import LoadReport
@@ -71,7 +71,7 @@ def show_advice(
     try:
         service = ObservedService.of([one.known for one in told], ttft_ms, inter_token_ms)
     except ValueError as exc:
-        raise RunError(str(exc)) from exc
+        raise BadInputError(str(exc)) from exc
 
     def progress(outcome: Prediction) -> None:
         click.echo(f"simulated {outcome.shape}: {outcome.kept:.0%} kept", err=True)

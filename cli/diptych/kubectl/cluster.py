@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import os
 import re
@@ -82,7 +81,7 @@ class Cluster:
         settings.retries = False
         chosen = next((c for c in contexts if c["name"] == access.context), active)
         namespace = access.namespace or chosen["context"].get("namespace") or "default"
-        return cls(client.ApiClient(settings), checked_namespace(namespace))
+        return cls(client.ApiClient(settings), checked_name(namespace))
 
     def services(self, *, everywhere: bool = False) -> list[Raw]:
         """Return all InferenceServices of the namespace, or of the cluster."""
@@ -91,10 +90,9 @@ class Cluster:
 
     def service(self, name: str) -> Raw:
         """Return one service. Raises `ClusterError` if there is none of that name."""
-        if not name:  # the API server would list all
-            raise ClusterError("the NAME of a service is empty")
-        namespace = quote(self.namespace, safe="")
-        return self._get(f"{_GROUP_PATH}/namespaces/{namespace}/{SERVICES}/{quote(name, safe='')}")
+        # Of other names the API server would make other paths: one that is empty lists all.
+        named = checked_name(name, "a service")
+        return self._get(f"{_GROUP_PATH}/namespaces/{self.namespace}/{SERVICES}/{named}")
 
     def pods(self, name: str) -> list[Raw]:
         """Return the pods of a service."""
@@ -120,7 +118,7 @@ class Cluster:
 
     def operator(self, namespace: str) -> list[str]:
         """Return the arguments of the operator in a namespace. Raises `ClusterError`."""
-        path = f"/apis/apps/v1/namespaces/{checked_namespace(namespace)}/deployments"
+        path = f"/apis/apps/v1/namespaces/{checked_name(namespace)}/deployments"
         query = {"labelSelector": "app.kubernetes.io/name=diptych-operator"}
         for found in self._list(path, query):
             arguments = found["spec"]["template"]["spec"]["containers"][0].get("args") or []
@@ -141,13 +139,12 @@ class Cluster:
 
     def admin_tokens(self, name: str) -> list[str]:
         """Return the admin tokens of a service, the newest first: a rotation has two."""
-        from diptych_protocol.admin import ADMIN_TOKEN_FILE
+        from diptych_operator.render.keys import admin_token
 
         query = {"labelSelector": f"{_SERVICE_LABEL}={name},{_KEYS_LABEL}"}
         secrets = self._list(self._core("secrets"), query)
         secrets.sort(key=lambda raw: str(raw["metadata"].get("creationTimestamp")), reverse=True)
-        encoded = [(raw.get("data") or {}).get(ADMIN_TOKEN_FILE) for raw in secrets]
-        return [base64.b64decode(text).decode() for text in encoded if text]
+        return [token for token in map(admin_token, secrets) if token is not None]
 
     def forwarded(
         self, pod: str, port: int, path: str, headers: Mapping[str, str]
@@ -222,10 +219,10 @@ class Cluster:
         return data
 
 
-def checked_namespace(name: str) -> str:
-    """Return it. Raises `ClusterError` for what can name none."""
+def checked_name(name: str, what: str = "a namespace") -> str:
+    """Return it. Raises `ClusterError` for what cannot be the name of one."""
     if not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
-        raise ClusterError(f"{name!r} cannot be the name of a namespace; correct it")
+        raise ClusterError(f"{name!r} cannot be the name of {what}; correct it")
     return name
 
 

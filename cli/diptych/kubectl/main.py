@@ -87,22 +87,25 @@ def status(
     """
     from diptych.kubectl import view
 
-    if name and everywhere:
+    if name is not None and everywhere:
         raise click.UsageError("give NAME or --all-namespaces, not both")
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
 
     def look() -> list[view.ServiceView]:
-        raws = [cluster.service(name)] if name else cluster.services(everywhere=everywhere)
+        raws = (
+            [cluster.service(name)] if name is not None else cluster.services(everywhere=everywhere)
+        )
         return [view.service_view(raw) for raw in raws]
 
     if as_json:
         found = view.as_json(look())
-        print_json(found[0] if name else found)
+        print_json(found if name is None else found[0])
         return
 
     def picture() -> RenderableType:
         views = look()
-        return view.details(views[0]) if name else view.listing(views, everywhere=everywhere)
+        found = view.listing(views, everywhere=everywhere)
+        return found if name is None else view.details(views[0])
 
     show(picture, watch)
 
@@ -275,18 +278,21 @@ def plan(
       kubectl diptych plan -A
       kubectl diptych plan smollm2 --json | jq -r '.[].changes[].path'
     """
+    from diptych.kubectl import view
     from diptych.kubectl.plan import plans
 
-    if name and everywhere:
+    if name is not None and everywhere:
         raise click.UsageError("give NAME or --all-namespaces, not both")
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
-    raws = [cluster.service(name)] if name else cluster.services(everywhere=everywhere)
+    raws = [cluster.service(name)] if name is not None else cluster.services(everywhere=everywhere)
     found = plans(cluster, raws, operator_namespace)
     if as_json:
         print_json(found)
     else:
         for service in found:
             click.echo(harmless(service.text))
+        if not found:
+            click.echo(view.nothing(everywhere=everywhere))
     raise SystemExit(1 if any(service.pending for service in found) else 0)
 
 

@@ -73,11 +73,16 @@ def as_json(views: Sequence[ServiceView]) -> list[Raw]:
     ]
 
 
+def nothing(*, everywhere: bool) -> str:
+    """What is said where there is no service."""
+    where = "in this cluster" if everywhere else "in this namespace; -A looks in all"
+    return f"no InferenceService {where}"
+
+
 def listing(views: Sequence[ServiceView], *, everywhere: bool = False) -> RenderableType:
     """Format one line for each service."""
     if not views:
-        where = "in this cluster" if everywhere else "in this namespace; -A looks in all"
-        return Text(f"no InferenceService {where}")
+        return Text(nothing(everywhere=everywhere))
     table = bare_table(
         *(("NAMESPACE",) if everywhere else ()),
         *("NAME", "AVAILABLE", "REASON", "PREFILL", "DECODE", "ROUTER", "KV", "REVISION"),

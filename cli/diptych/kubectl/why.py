@@ -40,7 +40,8 @@ def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> ServiceExplanati
     name = f"{view.namespace}/{view.name}"
     if not view.reported:
         cause = Cause("The status is not up to date", unreported(view))
-        return ServiceExplanation(False, f"{name}: nothing is known of its newest spec.", (cause,))
+        headline = f"{name}: nothing is known of its newest spec."
+        return ServiceExplanation(False, headline, (cause,), tuple(_newest(view.name, warnings)))
     causes = tuple(_causes(view))
     available = _is(view, "Available", "True")
     failing = _is(view, "Degraded", "True") or _reason(view, "Progressing") == Reason.ROLLOUT_FAILED

@@ -7,6 +7,7 @@ import logging
 import os
 import ssl
 from pathlib import Path
+from typing import Final
 
 from diptych_frontend.openai.mounted import Mark, mark, read
 from diptych_protocol import InvalidRequestError
@@ -95,10 +96,15 @@ class KnownCertificate:
         return True
 
 
+_NO_CHECK_TIME: Final = 0x200000
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME. Whoever mounts a certificate says that it is the service's:
+past its last day requests through a route would only fail."""
+
+
 def _trusting(file: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
     # Only the first one, the service's own: whoever had signed it could sign others.
     own, end, _ = read(file, MOST_BYTES).decode().partition(CERTIFICATE_END)
     context.load_verify_locations(cadata=own + end)

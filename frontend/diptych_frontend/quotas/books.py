@@ -141,7 +141,7 @@ def verified(content: bytes, key: bytes) -> list[DayOfKey]:
     for number, text in enumerate(content.splitlines(), 1):
         body, _, signature = text.partition(_SIGNATURE)
         if not hmac.compare_digest(_signature(body + b"}", key), signature.removesuffix(b'"}')):
-            raise InvalidRequestError(f"the signature of line {number} is wrong")
+            raise InvalidRequestError(f"the signature of line {number} is wrong, or missing")
         try:
             lines.append(_LINE.decode(body + b"}"))
         except UNREADABLE as exc:

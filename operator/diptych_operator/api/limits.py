@@ -101,6 +101,8 @@ SPEC_LIMITS: Final = (
 POD_LIMITS: Final = (
     *(Limit(name, always=(False,)) for name in ("hostNetwork", "hostPID", "hostIPC")),
     Limit("automountServiceAccountToken", always=(False,)),
+    Limit("nodeName"),  # passes by the scheduler, and so by taints that keep a node for others
+    Limit("priorityClassName", never=("system-cluster-critical", "system-node-critical")),
     Limit("serviceAccountName", "serviceAccounts"),
     Limit("serviceAccount", "serviceAccounts"),
     *_NEVER_UNCONFINED,

@@ -133,7 +133,7 @@ def parse_route(raw: Mapping[str, Any], images: Images) -> ModelRoute:
         where, problem = located.group("path", "problem") if located else (None, str(exc))
         raise SpecError((where or "spec").removeprefix("$."), problem) from exc
     if route.twice:
-        problem = f"{route.twice!r} names two models; a name leads to one"
+        problem = f"{route.twice!r} stands there twice; a name leads to one model"
         raise SpecError("spec.models", problem)
     return route_with_images(route, images)
 

@@ -144,7 +144,7 @@ class ModelRoute(SpecPart, frozen=True, kw_only=True):
 
     @property
     def twice(self) -> str:
-        """A name that two models have; empty if none."""
+        """A name that is there twice; empty if none."""
         seen: set[str] = set()
         for model in self.spec.models:
             for name in (model.name, *model.aliases):

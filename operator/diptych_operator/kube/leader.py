@@ -3,7 +3,9 @@
 There is one Lease for each namespace that an operator is told to serve, in that namespace, or one
 for the cluster. Its name is the same for every installation, so two of them never serve the same
 namespace. An operator that does not get all its Leases keeps none and changes nothing, so that
-others may serve what is free. `rivals` handles namespaces with operators beside the cluster's.
+others may serve what is free. Namespaces that are gone, or where it has no rights, are left out
+until they can be served: whoever deletes his own takes nobody else's operator away. `rivals`
+handles namespaces with operators beside the cluster's.
 
 The rules are those of client-go. The holder leads as long as it renews the Lease. A Lease that was
 not renewed for its duration, by the clock of the process that watches it, is free. Clocks of two
@@ -18,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from diptych_operator.api.base import Raw
@@ -106,11 +108,12 @@ class Sighting:
 async def lead(
     kube: Kube,
     candidate: Candidate,
-    work: Callable[[], Coroutine[Any, Any, None]],
+    work: Callable[[Sequence[str]], Coroutine[Any, Any, None]],
     stop: asyncio.Event,
     hindered: Callable[[str], None],
 ) -> None:
-    """Wait for leadership, then run `work` to its end, or until leadership is lost.
+    """Wait for leadership, then run `work` to its end, or until leadership is lost. It is given the
+    namespaces that it may serve, none for all.
 
     `hindered` is called with the reason why it cannot even stand by, and with an empty text once it
     can. Returns at once if `stop` is set while waiting; `work` observes `stop` itself. Raises
@@ -130,12 +133,15 @@ async def _work_while_leading(
     candidate: Candidate,
     leases: Mapping[LeaseName, Raw],
     taken_at: float,
-    work: Callable[[], Coroutine[Any, Any, None]],
+    work: Callable[[Sequence[str]], Coroutine[Any, Any, None]],
 ) -> None:
-    tasks = [asyncio.create_task(work())]
+    tasks = [asyncio.create_task(work([name[0] for name in leases if name != CLUSTER_LEASE]))]
     tasks += [
         asyncio.create_task(_renew(kube, candidate, lease, taken_at)) for lease in leases.values()
     ]
+    if left_out := tuple(name for name in candidate.leases if name not in leases):
+        rest = replace(candidate, leases=left_out)
+        tasks.append(asyncio.create_task(_end_when_free(kube, rest)))
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -163,15 +169,16 @@ async def _acquire(
     seen = {name: Sighting() for name in candidate.leases}
     told = ""
     while True:
-        found, words, theirs = await _look(kube, candidate, seen)
+        left_out = set[LeaseName]()
+        found, words, theirs = await _look(kube, candidate, seen, left_out)
         if theirs is not None and words != told:
             log.warning("%s", words)
             await EventLog(kube).post_about(theirs, EventNote("Warning", SERVED_BY_ANOTHER, words))
-        if len(found) == len(candidate.leases):
+        if found and len(found) + len(left_out) == len(candidate.leases):
             now = time.monotonic()
             announced = all(seen[name].is_announced(now) for name in found)
-            held, words = await _take(kube, candidate, found)
-            if len(held) == len(found):
+            held, words = await _take(kube, candidate, found, left_out)
+            if held and len(held) + len(left_out) == len(candidate.leases):
                 hindered("")
                 if not announced:  # who serves the cluster has to see first that we are here
                     await asyncio.sleep(RETRY_S)
@@ -186,45 +193,72 @@ Found = dict[LeaseName, Raw | None]
 """Leases that may be taken; None for one that does not exist yet."""
 
 
+async def _end_when_free(kube: Kube, candidate: Candidate) -> None:
+    """Raises `LeadershipLostError` once one of the Leases can be had: the next life of the process
+    takes it with all others."""
+    seen = {name: Sighting() for name in candidate.leases}
+    while True:
+        await asyncio.sleep(LEASE_S)
+        found, _, _ = await _look(kube, candidate, seen, set())
+        held, _ = await _take(kube, candidate, found, set())
+        for namespace, _ in held:
+            raise LeadershipLostError(f"the namespace {namespace} can be served too: begin anew")
+
+
 async def _look(
-    kube: Kube, candidate: Candidate, seen: Mapping[LeaseName, Sighting]
+    kube: Kube,
+    candidate: Candidate,
+    seen: Mapping[LeaseName, Sighting],
+    left_out: set[LeaseName],
 ) -> tuple[Found, str, Raw | None]:
     """The Leases that are free, up to the first that is not; why it hinders us from standing by,
-    and the Lease itself if another installation has it."""
+    and the Lease itself if another installation has it. Those of namespaces where we have no rights
+    are added to `left_out`."""
     found: Found = {}
+    words = ""
     for name in candidate.leases:
         try:
             async with asyncio.timeout(RETRY_S):
                 lease = await kube.get(*_API, *name)
         except (ApiError, TimeoutError) as exc:
-            return found, _not_taken(name, exc), None
+            words = _not_taken(name, exc)
+            if not (isinstance(exc, ApiError) and exc.is_refusal):
+                return found, words, None
+            left_out.add(name)
+            continue
         if lease and not seen[name].is_free(lease, candidate, time.monotonic()):
             if (rival := release_of(lease)) == candidate.release:
                 return found, "", None
             return found, _words(candidate, name, rival), lease
         found[name] = lease
-    return found, "", None
+    return found, words, None
 
 
 async def _take(
-    kube: Kube, candidate: Candidate, found: Found
+    kube: Kube, candidate: Candidate, found: Found, left_out: set[LeaseName]
 ) -> tuple[Mapping[LeaseName, Raw], str]:
-    """Those of the Leases that are ours now, up to the first that cannot be had; and why not."""
+    """Those of the Leases that are ours now, up to the first that cannot be had; and why not. Those
+    of namespaces that are not there, or are about to go, are added to `left_out`."""
     held: dict[LeaseName, Raw] = {}
-    try:
-        async with asyncio.timeout(RENEW_DEADLINE_S):  # the first is not renewed meanwhile
-            for name, lease in found.items():
-                wanted = _lease(kube, candidate, name, lease)
+    words = ""
+    deadline = time.monotonic() + RENEW_DEADLINE_S  # the first is not renewed meanwhile
+    for name, lease in found.items():
+        wanted = _lease(kube, candidate, name, lease)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
                 held[name] = await (kube.create(wanted) if lease is None else kube.replace(wanted))
-    except (ApiError, TimeoutError) as exc:
-        quicker = isinstance(exc, ApiError) and exc.status == 409  # another was
-        missed = next(name for name in found if name not in held)
-        return held, "" if quicker else _not_taken(missed, exc)
-    return held, ""
+        except (ApiError, TimeoutError) as exc:
+            if isinstance(exc, ApiError) and exc.status == 409:
+                return held, ""  # another was quicker
+            words = _not_taken(name, exc)
+            if not (isinstance(exc, ApiError) and exc.is_refusal):
+                return held, words
+            left_out.add(name)
+    return held, words
 
 
 def _not_taken(name: LeaseName, exc: Exception) -> str:
-    words = f"cannot take the lease {name[1]}: {str(exc) or 'no answer'}"
+    words = f"cannot take the lease {name[1]} in {name[0]}: {str(exc) or 'no answer'}"
     log.warning("%s", words)
     return words
 

@@ -81,6 +81,8 @@ def deployment(service: Owner, pods: Pods) -> dict[str, Any]:
     relied_on = selected | {MANAGED_BY_LABEL: MANAGED_BY}  # the operator watches no other pods
     _check_template(template, relied_on, pods.container["name"], field)
     check_invariants(template, ours, pods.container["name"], field)
+    if not template["spec"].get("hostNetwork"):
+        _keep_off_the_node(template, pods.container["name"])
     rollout = service.spec.rollout
     # Routers are replaced one more at a time, whatever the pools do: they are cheap.
     surge, unavailable = (
@@ -146,6 +148,8 @@ def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
             },
         },
         "spec": {
+            # Said, or what somebody has set in the Deployment by hand would stay.
+            **dict.fromkeys(("hostNetwork", "hostPID", "hostIPC"), False),
             "serviceAccountName": object_name(service, role),
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -182,6 +186,14 @@ def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
             ],
         },
     }
+
+
+def _keep_off_the_node(template: dict[str, Any], container: str) -> None:
+    """Say that the container has no port of its node. A hostNetwork that is set by hand gives it
+    some, which would outlive it."""
+    (own,) = (each for each in template["spec"]["containers"] if each["name"] == container)
+    for port in own.get("ports") or ():
+        port.setdefault("hostPort", 0)
 
 
 def _check_template(

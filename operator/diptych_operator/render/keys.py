@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.names import (
     KEYS_LABEL,
     KEYS_VOLUME,
@@ -64,6 +65,19 @@ def secret(service: InferenceService, keys: str, secrets: ServiceSecrets) -> dic
             for name, text in zip(_FILES, values, strict=True)
         },
     }
+
+
+def admin_token(raw: Raw) -> str | None:
+    """Return the admin token of a Secret; None if it lacks any of what `secret` put there."""
+    token = None
+    for name in _FILES:
+        try:
+            token = base64.b64decode((raw.get("data") or {})[name], validate=True).decode("ascii")
+        except (KeyError, ValueError):
+            return None
+        if not token or not token.isprintable():
+            return None
+    return token
 
 
 def hinge_keys_volume(service: InferenceService, keys: str) -> dict[str, Any]:

@@ -159,6 +159,9 @@ def _case(pod: PodView) -> Finding | None:
     """What is wrong with one pod; the text leaves out which one it is."""
     if pod.ready:
         return None
+    if pod.node_silent:
+        reason = Reason.NODE_SILENT
+        return Finding(reason, "its node is not heard of", "", reason.remedy, Severity.WAITING)
     if pod.unschedulable:
         return _unschedulable(pod)
     if pod.waiting_reason in _IMAGE_REASONS:

@@ -57,6 +57,8 @@ class PodView:
     """The scheduler's message while no node fits."""
     placed: bool = True
     """Whether it has a node."""
+    node_silent: bool = False
+    """Whether Kubernetes says that it is not ready, though by its node's last word it is."""
     turned_away_at: str = ""
     """When the scheduler, or the queue that a scheduling gate stands for, first had no node."""
     waiting_reason: str = ""
@@ -250,13 +252,16 @@ def pod_view(raw: Raw) -> PodView:
         role=labels.get(ROLE_LABEL, ""),
         revision=labels.get(REVISION_LABEL, ""),
         phase=status.get("phase", "Unknown"),
-        ready=conditions.get("Ready", {}).get("status") == "True",
+        ready=_is_true(conditions, "Ready"),
         terminating="deletionTimestamp" in meta,
         ip=status.get("podIP", ""),
         unschedulable=scheduled.get("message", "")
         if scheduled.get("reason") == "Unschedulable"
         else "",
         placed=placed,
+        node_silent=_is_true(conditions, "ContainersReady")
+        and not _is_true(conditions, "Ready")
+        and not (raw.get("spec") or {}).get("readinessGates"),
         turned_away_at="" if placed or not scheduled else _since(scheduled, meta),
         waiting_reason=_waiting(stuck or {}).get("reason", ""),
         waiting_message=_waiting(stuck or {}).get("message", ""),
@@ -267,6 +272,10 @@ def pod_view(raw: Raw) -> PodView:
         refers=references(raw.get("spec") or {}),
         key_secrets=key_secrets(raw.get("spec") or {}),
     )
+
+
+def _is_true(conditions: Mapping[str, Raw], kind: str) -> bool:
+    return bool(conditions.get(kind, {}).get("status") == "True")
 
 
 def foreign(pods: Iterable[PodView], made: Collection[Reference]) -> set[Reference]:

@@ -164,6 +164,10 @@ class Reason(StrEnum):
         "Unschedulable", Group.PODS, "No node fits the pod.",
         "Add nodes, lower resources.requests or replicas, or add what the podTemplate lacks.",
     )  # fmt: skip
+    NODE_SILENT = (
+        "NodeSilent", Group.PODS, "The pod's node is not heard of.",
+        "Bring the node back (`kubectl get nodes`), or delete it: its pods move.",
+    )  # fmt: skip
 
     PREFILL_NOT_READY = (
         "PrefillNotReady", Group.SERVICE, "No prefill pod of a serving revision is ready.",

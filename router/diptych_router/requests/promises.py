@@ -163,8 +163,21 @@ class Promises:
             self._count(kind, now, of_load=kept or possible)
 
     def saw_end(self, record: RequestRecord, now: float) -> None:
-        """Record that the last token of a request was delivered."""
-        gaps = record.tokens.total - 1
+        """Record that the last token of a request was delivered, or the last that anybody wants."""
+        self._saw_gaps(record, now, record.tokens.total - 1)
+
+    def saw_leave(self, record: RequestRecord, now: float) -> None:
+        """Record that nobody wants more of a request. It is judged by what it has got: else the
+        slower answers are, the more of them would never be counted."""
+        if record.first_token_s is not None:
+            waits = now - record.first_token_s > (self._inter_token_s or math.inf)
+            self._saw_gaps(record, now, max(record.tokens.total - 1, int(waits)))
+            return
+        promised_s = math.inf if self._caution is None else self._caution.promised_s
+        if now - record.began_s > promised_s and not record.prefill_only:
+            self.saw_first(record, now)
+
+    def _saw_gaps(self, record: RequestRecord, now: float, gaps: int) -> None:
         if record.trial is not None and record.first_token_s is not None and gaps > 0:
             each_s = math.inf if self._inter_token_s is None else self._inter_token_s
             record.trial.counts["ended"] += 1

@@ -177,6 +177,7 @@ class RequestTable:
                 self._fleet.went_well(routed.engine, routed.prefill_engine)
             if routed.core_id in self.placed:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
+            self.promises.saw_leave(routed.record, now)
             actions += self._attempts.end(routed, outcome, now)
         actions[:0] = (Abort(engine, ids) for engine, ids in by_engine.items())
         return self._and_followers(actions, now)

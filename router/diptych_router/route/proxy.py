@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import socket
 import ssl
 import time
@@ -30,6 +31,7 @@ from diptych_frontend.observability.metrics import PREFIX
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import Exchange, decode_json, exchange_of
 from diptych_frontend.openai.generation import unknown_model
+from diptych_frontend.openai.mounted import LOOK_INTERVAL_S
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.tls import KnownCertificate
 from diptych_frontend.probes import json_response
@@ -43,11 +45,15 @@ from diptych_protocol import (
 from diptych_protocol.router_settings import RouteConfig, RouteTarget
 from diptych_router.route.targets import Targets, by_name
 
+log = logging.getLogger(__name__)
+
 MAX_BODY_BYTES: Final = 4 << 20
 """As services have it."""
 CONNECT_S: Final = 2.0
 SILENCE_S: Final = 600.0
 """A service that sends no byte for so long has failed."""
+ROTATION_S: Final = 90.0
+"""Within this time all pods have a changed certificate: the kubelet looks every minute or so."""
 CARDS_S: Final = 2.0
 """How long a service may take to tell of its models."""
 MAX_SHORT_BYTES: Final = 64 << 10
@@ -109,6 +115,8 @@ class Proxy:
             if target.certificate
         }
         """Those of services that serve HTTPS, by their addresses."""
+        self._recognised: set[str] = set()
+        """The addresses of those that have shown the right one."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=SILENCE_S, total=None),
@@ -147,7 +155,8 @@ class Proxy:
         refuse, the client gets the answer that says most: not that the prompt is too long."""
         exchange = exchange_of(scope)
         refusal: _Short | None = None
-        queue, dropped = deque(targets.order(time.monotonic())), set[str]()
+        began = time.monotonic()
+        queue, dropped = deque(targets.order(began)), set[str]()
         while queue:
             target = queue.popleft()
             try:
@@ -159,10 +168,15 @@ class Proxy:
                     dropped.add(target.url)
                     queue.appendleft(target)
                     continue
+                if refusal is None and not queue and self._is_rotating(target, exc, began):
+                    await asyncio.sleep(LOOK_INTERVAL_S)
+                    queue.append(target)
+                    continue
                 self._count(targets, target, "lost")
                 if is_over:
                     raise EngineDeadError(f"{target.service} ended its answer early") from exc
-                targets.rest(target, time.monotonic())
+                if targets.rest(target, time.monotonic()):
+                    log.warning("the service %s cannot be reached: %s", target.service, exc)
                 continue
             refuses = short is not None and short.refuses
             self._count(targets, target, "refused" if refuses else "answered")
@@ -190,6 +204,7 @@ class Proxy:
             allow_redirects=False,
             ssl=self._trusted(target),
         ) as answer:
+            self._recognised.add(target.url)
             if answer.status in REFUSALS or answer.status == 400:
                 return _Short(answer.status, _answered(answer), await _beginning(answer))
             part = await answer.content.readany()
@@ -202,6 +217,13 @@ class Proxy:
         """The argument `ssl` of aiohttp."""
         known = self.certificates.get(target.url)
         return True if known is None else known.context
+
+    def _is_rotating(self, target: RouteTarget, exc: Exception, began: float) -> bool:
+        """Whether a service that was known shows another certificate: this pod and its own get a
+        changed one at different times. began: when the request came, by the monotonic clock."""
+        differs = isinstance(exc, aiohttp.ClientConnectorCertificateError)
+        known = target.url in self._recognised
+        return differs and known and time.monotonic() - began < ROTATION_S
 
     def _count(self, targets: Targets, target: RouteTarget, outcome: str) -> None:
         self._requests.labels(targets.name, target.service, outcome).inc()

@@ -34,9 +34,11 @@ class Targets:
             ),
         )  # fmt: skip
 
-    def rest(self, target: RouteTarget, now: float) -> None:
-        """Take note that the service could not be reached."""
+    def rest(self, target: RouteTarget, now: float) -> bool:
+        """Take note that the service could not be reached; False if that was known."""
+        is_news = self._rests_until.get(target.url, 0.0) <= now
         self._rests_until[target.url] = now + REST_S
+        return is_news
 
     def _turn(self) -> RouteTarget:
         for place, target in enumerate(self.all):

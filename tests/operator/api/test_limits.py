@@ -78,6 +78,9 @@ REFUSED: list[tuple[dict[str, Any], str, Listed]] = [
     # What is asked for, the field that is named, and what the administrator lists to allow it.
     (pod(hostNetwork=True), f"{POD}.hostNetwork", {"fields": ["hostNetwork"]}),
     (pod(hostPID=True), f"{POD}.hostPID", {"fields": ["hostPID"]}),
+    (pod(nodeName="control-plane"), f"{POD}.nodeName", {"fields": ["nodeName"]}),
+    (pod(priorityClassName="system-node-critical"), f"{POD}.priorityClassName",
+     {"fields": ["priorityClassName"]}),
     (pod(hostIPC=True), f"{POD}.hostIPC", {"fields": ["hostIPC"]}),
     (pod(automountServiceAccountToken=True), f"{POD}.automountServiceAccountToken",
      {"fields": ["automountServiceAccountToken"]}),

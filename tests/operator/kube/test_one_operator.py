@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -176,7 +177,7 @@ class YearsBehind(Store):
 async def test_how_old_a_lease_is_goes_by_the_api_servers_clock_alone() -> None:
     store, stop = YearsBehind(), asyncio.Event()
 
-    async def work() -> None:
+    async def work(_: Sequence[str]) -> None:
         stop.set()
 
     async with serving(store) as kube, asyncio.timeout(PATIENCE_S):
@@ -239,7 +240,7 @@ async def test_who_gets_only_some_of_its_leases_keeps_none_and_serves_once_it_ha
     store.objects[other] = lease("b-0", namespace="b")
     begun = asyncio.Event()
 
-    async def work() -> None:
+    async def work(_: Sequence[str]) -> None:
         assert {store.objects[path]["spec"]["holderIdentity"] for path in (own, other)} == {"a-0"}
         begun.set()
 
@@ -251,6 +252,45 @@ async def test_who_gets_only_some_of_its_leases_keeps_none_and_serves_once_it_ha
         del store.objects[other]
         await leading
     assert begun.is_set()
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "said"),
+    [
+        ("POST", 404, 'namespaces "b" not found'),
+        ("POST", 403, "unable to create new content because it is being terminated"),
+        ("GET", 403, 'cannot get resource "leases" in the namespace "b"'),
+    ],
+)
+async def test_a_namespace_that_is_gone_keeps_no_other_from_being_served(
+    method: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych_operator.kube.leader.LEASE_S", 1.0)
+
+    class Gone(Store):
+        there = False
+
+        async def answer(self, request: web.Request) -> web.Response:
+            about_b = "/namespaces/b/leases" in request.path
+            if about_b and request.method == method and not self.there:
+                return web.json_response({"message": said}, status=status)
+            return await super().answer(request)
+
+    store, words, served = Gone(), asyncio.Queue[str](), asyncio.Queue[Sequence[str]]()
+
+    async def work(namespaces: Sequence[str]) -> None:
+        await served.put(namespaces)
+        await asyncio.Event().wait()
+
+    async with serving(store) as kube, asyncio.timeout(PATIENCE_S):
+        candidate = Candidate("a-0", "team/a", leases_of(["a", "b"]))
+        stop = asyncio.Event()
+        leading = asyncio.create_task(lead(kube, candidate, work, stop, words.put_nowait))
+        assert await served.get() == ["a"]
+        assert await words.get() == ""
+        store.there = True
+        with pytest.raises(LeadershipLostError, match="the namespace b can be served too"):
+            await leading
 
 
 async def test_who_is_too_late_for_its_last_lease_gives_back_the_others() -> None:
@@ -265,7 +305,7 @@ async def test_who_is_too_late_for_its_last_lease_gives_back_the_others() -> Non
     store, words = Contested(), asyncio.Queue[str]()
     stop = asyncio.Event()
 
-    async def work() -> None:
+    async def work(_: Sequence[str]) -> None:
         raise AssertionError("it serves without its last Lease")
 
     async with serving(store) as kube, asyncio.timeout(PATIENCE_S):
@@ -286,7 +326,7 @@ async def test_an_operator_begins_when_that_of_the_cluster_has_seen_it(left: str
         store.objects[path] = lease(left)
     begun = asyncio.Event()
 
-    async def work() -> None:
+    async def work(_: Sequence[str]) -> None:
         begun.set()
 
     async with serving(store) as kube, asyncio.timeout(PATIENCE_S):

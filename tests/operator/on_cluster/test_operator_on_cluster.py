@@ -64,6 +64,10 @@ DRIFT: dict[str, tuple[str, str, Object]] = {
         {"spec": {"ports": [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": 80}]}},
     ),
     "a Deployment's replicas": ("Deployment", "decode-{revision}", {"spec": {"replicas": 3}}),
+    "what its node shows pods": (
+        "Deployment", "prefill-{revision}",
+        {"spec": {"template": {"spec": {"hostPID": True, "hostNetwork": True}}}},
+    ),
     "a NetworkPolicy's rules": ("NetworkPolicy", "router", {"spec": {"ingress": [{}]}}),
     "a budget": ("PodDisruptionBudget", "prefill", {"spec": {"maxUnavailable": 0}}),
     "a ConfigMap's file": ("ConfigMap", "serving", {"data": {"serving.json": "{}"}}),

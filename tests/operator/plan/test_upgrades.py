@@ -140,6 +140,20 @@ async def test_an_upgrade_that_may_not_roll_changes_no_pods_and_says_so(store: S
     }
 
 
+async def test_routers_that_somebody_deletes_come_back_and_the_engines_wait_on(
+    store: Store,
+) -> None:
+    life = Life(store, NEW, 0)
+    await life.passes(2)
+    (router,) = (path for path in store.objects if path.endswith("/deployments/svc-router"))
+    del store.objects[router]
+    await life.passes(2)
+    assert images(store) == {"engine:old", "router:new"}
+    assert life.pending
+    await Life(store, NEW, 1).passes(2)
+    assert images(store) == {"engine:old", "engine:new", "router:new"}, "its turn"
+
+
 @pytest.mark.parametrize("part", ["svc-router", "svc-decode-"])
 async def test_a_file_that_is_gone_and_that_pods_wait_for_is_not_held(
     store: Store, part: str

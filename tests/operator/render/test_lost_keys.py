@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+
 import pytest
-from cluster_kit.reconciling import KEY, SECRETS, Store, one_pass, serving
+from cluster_kit.reconciling import KEY, SECRETS, Object, Store, one_pass, serving
 
 from diptych_operator.api.images import Images
 from diptych_operator.api.names import KEYS_LABEL, ROTATE_ANNOTATION
@@ -51,6 +53,39 @@ async def test_keys_that_running_pods_have_are_reported_as_lost_until_they_are_b
     assert "KeysLost" in store.events()
     assert store.condition("PrefillReady")["reason"] != "KeysLost", "pods are judged as ever"
     store.objects[f"{SECRETS}/{name}"] = secret
+    await one_pass(store)
+    assert store.condition("Degraded")["reason"] != "KeysLost"
+
+
+SPOILED: tuple[Object, ...] = (
+    {},
+    {"admin-token": ""},
+    {"admin-token": base64.b64encode(b"\xff\xfe").decode()},
+    {"admin-token": base64.b64encode(b"two\r\nlines").decode()},
+    {"admin-token": "no base64"},
+    {"admin-token": base64.b64encode(b"good").decode()},  # and no keys
+)
+
+
+@pytest.mark.parametrize("data", SPOILED)
+async def test_a_secret_without_what_was_in_it_is_as_good_as_none(
+    store: Store, data: Object
+) -> None:
+    """Whoever makes it by hand, or half of it: nothing else stands still, and a rotation heals."""
+    await one_pass(store)
+    (name,) = store.names("secrets")
+    spoiled = store.objects[f"{SECRETS}/{name}"]
+    spoiled["data"] = data
+    await one_pass(store)
+    assert len(store.objects[f"{SECRETS}/{name}"]["data"]) == 3, "nobody has it: made anew"
+    store.start_pods()
+    store.objects[f"{SECRETS}/{name}"]["data"] = data
+    await one_pass(store)
+    degraded = store.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "KeysLost")
+    assert f"the Secret {name} is gone, or not as it was made" in degraded["message"]
+    assert store.condition("PrefillReady")["reason"] != "KeysLost", "pods are judged as ever"
+    store.annotations = {ROTATE_ANNOTATION: "1"}
     await one_pass(store)
     assert store.condition("Degraded")["reason"] != "KeysLost"
 

@@ -124,7 +124,7 @@ def test_the_operators_defaults_and_a_pod_template_hold_for_its_pods() -> None:
          "spec.podTemplate.spec.containers[route].lifecycle", "must be as it is"),
         ({"models": [{"name": "a", "services": [{"name": "s"}], "aliases": ["b"]},
                      {"name": "b", "services": [{"name": "s"}]}]},
-         "spec.models", "'b' names two models"),
+         "spec.models", "'b' stands there twice; a name leads to one"),
         ({"models": []}, "spec.models", "length >= 1"),
     ],
     ids=["podTemplate", "a name twice", "no model"],

@@ -108,6 +108,12 @@ def fetching(**options: Any) -> dict[str, Any]:
     )
 
 
+def test_a_pod_that_waits_for_a_readiness_gate_has_a_node_that_is_heard_of() -> None:
+    said = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+    raw = pod(conditions=said) | {"spec": {"readinessGates": [{"conditionType": "in-balancer"}]}}
+    assert not diagnose(observe([], [raw]), "decode")
+
+
 FETCH_FAILED = {
     "exitCode": 2,
     "reason": "Error",
@@ -197,6 +203,13 @@ CASES = {
                     "helpful for scheduling."),
         Reason.UNSCHEDULABLE,
         ["taint {gpu: yes}). ", "free memory, or", "spec.decode.podTemplate.spec.tolerations"],
+    ),
+    "a node that is lost": (
+        pod(conditions=[{"type": "Ready", "status": "False"},
+                        {"type": "ContainersReady", "status": "True"}],
+            containerStatuses=[container(last={"exitCode": 1, "reason": "Error"})]),
+        Reason.NODE_SILENT,
+        ["its node is not heard of. Bring the node back (`kubectl get nodes`), or delete it"],
     ),
     "no volume": (
         unscheduled('0/1 nodes are available: 1 persistentvolumeclaim "weights" not found.'),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from router_kit.request_world import World
 
-from diptych_protocol import EngineCoreOutput, FinishReason
+from diptych_protocol import EngineCoreOutput, FinishReason, Slo
 from diptych_protocol.wire import REVISION_HEADER
 from diptych_router.engines.serving import RevisionShare, Serving
+from diptych_router.requests.promises import Promises
 
 
 def tried(weight: int) -> World:
@@ -30,6 +31,18 @@ def test_a_failed_attempt_counts_and_the_next_one_stays_in_the_revision() -> Non
     world.say("d", world.answer("r/4", FinishReason.STOP))
     assert +world.trial.counts == {"failed": 1, "requests": 1, "ended": 1}
     world.check_end()
+
+
+def test_a_canary_that_clients_do_not_wait_for_is_late_and_slow() -> None:
+    world = tried(100)
+    assert world.trial is not None
+    world.table.promises = Promises(Slo(ttft_ms=1000, inter_token_ms=50))
+    for name in ("early", "late", "slow"):
+        world.submit(name)
+    world.say("p", world.answer("slow/1", FinishReason.LENGTH, lease="L"))
+    world.table.withdraw(["early"], world.now + 0.5)
+    world.table.withdraw(["late", "slow"], world.now + 1.5)
+    assert +world.trial.counts == {"requests": 2, "late": 1, "ended": 1, "slow": 1}
 
 
 def test_what_goes_to_the_stable_revision_is_not_counted() -> None:

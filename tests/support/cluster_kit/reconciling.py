@@ -42,6 +42,8 @@ class Store:
         """The operator is that of the cluster, and not of the namespace alone."""
         self.refuses_pods: tuple[int, str] | None = None
         """It takes no pod template, and answers this status and message."""
+        self.refuses_status: tuple[int, str] | None = None
+        """It takes no status, and answers this HTTP status and message."""
         self.refuses_owners_of = ""
         """The kind, in the plural, of which it takes no patch that gives an object an owner."""
         self._version = 0
@@ -54,9 +56,13 @@ class Store:
         if request.method == "DELETE":
             return web.json_response(self.objects.pop(path, {}))
         body = await request.json()
-        if self.refuses_pods and "template" in body.get("spec", {}):
-            status, message = self.refuses_pods
-            return web.json_response({"reason": "Refused", "message": message}, status=status)
+        for refusal, about in (
+            (self.refuses_pods, "template" in body.get("spec", {})),
+            (self.refuses_status, path != request.path),
+        ):
+            if refusal and about:
+                status, message = refusal
+                return web.json_response({"reason": "Refused", "message": message}, status=status)
         owned = request.method == "PATCH" and body.keys() == {"metadata"}
         if owned and f"/{self.refuses_owners_of}/" in path:
             return web.json_response({"reason": "Forbidden", "message": "not you"}, status=403)
