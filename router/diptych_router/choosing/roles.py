@@ -2,10 +2,10 @@
 
 Every engine can compute prompts and generate. Its role is a lease on traffic: prefill engines get
 prompts, decode engines get what those hand over. The first of a service's routers gives the roles,
-and engines tell them to all. The *strain* of a pool
-is how much of a promise of `slo` it uses up: of the first token's in the prefill pool, of the later
-tokens' in the decode pool. An engine turns if that lowers the larger of both strains by so much
-that demand may change by a fifth before it pays to turn back. The caller passes the time.
+and engines tell them to all. The *strain* of a pool is how much of a promise of `slo` it uses up:
+of the first token's in the prefill pool, of the later tokens' in the decode pool. An engine turns
+if that lowers the larger of both strains by so much that demand may change by a fifth before it
+pays to turn back. The caller passes the time.
 """
 
 from __future__ import annotations
