@@ -85,6 +85,7 @@ async def measure(numbers: list[int], rest_s: float) -> list[Figures]:
                 have = number
                 await quiet()
                 resting = await at_rest(process, rest_s)
+                print(f"{have} services at rest: {resting}", flush=True)
                 replaced = [await lose_a_pod(kube, index) for index in range(LOSSES)]
                 await quiet()
             told, ready = (max(seconds) for seconds in zip(*replaced, strict=True))
