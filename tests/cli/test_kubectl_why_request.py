@@ -25,7 +25,14 @@ from waits import PATIENCE_S
 from diptych.kubectl.main import main
 from diptych_frontend.admin.calls import build_admin_app
 from diptych_frontend.openai.server import Site, listen, serve_sites
-from diptych_operator.api.names import ADMIN_PORT, KEYS_LABEL, ROLE_LABEL, SERVICE_LABEL
+from diptych_operator.api.names import (
+    ADMIN_PORT,
+    KEYS_LABEL,
+    PUBLIC_KEY_FILE,
+    ROLE_LABEL,
+    SECRET_KEY_FILE,
+    SERVICE_LABEL,
+)
 from diptych_protocol import EngineCoreRequest, SamplingParams
 from diptych_router.choosing.policy import Decision
 from diptych_router.requests.records import Records
@@ -50,6 +57,9 @@ def remembering(request_id: str) -> Explanations:
     return Explanations(records, str, policy="prefix_aware", disaggregate="auto")
 
 
+KEY_FILES = (PUBLIC_KEY_FILE, SECRET_KEY_FILE, "admin-token")
+
+
 class ApiServer:
     """A service `svc` with routers, one that forwards for each port given, the rest refused."""
 
@@ -58,7 +68,7 @@ class ApiServer:
         self._secrets = [
             {
                 "metadata": {"name": f"svc-keys-{at}", "creationTimestamp": f"2026-01-0{at + 1}"},
-                "data": {"admin-token": base64.b64encode(token.encode()).decode()},
+                "data": dict.fromkeys(KEY_FILES, base64.b64encode(token.encode()).decode()),
             }
             for at, token in enumerate(tokens)
         ]

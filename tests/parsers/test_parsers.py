@@ -225,7 +225,6 @@ ELSEWHERE = {
     "operator/diptych_operator/render/once.py": "our own objects",
     "operator/diptych_operator/routers.py": "our own routers",
     "operator/diptych_operator/kube/client.py": "the API server",
-    "operator/diptych_operator/key_keeper.py": "our own Secret",
     "cli/diptych/demo.py": "our own router",
     "cli/diptych/engine_load.py": "our own engines",
     "cli/diptych/status.py": "our own routers",

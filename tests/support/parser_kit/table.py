@@ -53,7 +53,9 @@ from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables import messages as hinge_messages
 from diptych_kv_transfer.transports.ucx import frames
+from diptych_operator.api.names import PUBLIC_KEY_FILE, SECRET_KEY_FILE
 from diptych_operator.api.parse import parse as parse_service
+from diptych_operator.render.keys import admin_token
 from diptych_protocol import (
     UNREADABLE,
     CurveKeys,
@@ -63,6 +65,7 @@ from diptych_protocol import (
     UtilityCall,
     wire,
 )
+from diptych_protocol.admin import ADMIN_TOKEN_FILE
 from diptych_protocol.control_calls import CONTROL_CALLS
 from diptych_protocol.model_uri import parse_model_uri
 from diptych_protocol.salvage import call_id_of, request_id_of
@@ -87,6 +90,9 @@ class Parser:
     """What it may raise: this project's errors, or those that its callers are told to catch."""
     costs: int = 1
     """How many times as long as others it takes: it is fed so much less."""
+
+
+KEY_FILES = (PUBLIC_KEY_FILE, SECRET_KEY_FILE, ADMIN_TOKEN_FILE)
 
 
 def packed(value: Any) -> bytes:
@@ -348,6 +354,10 @@ def parsers() -> Iterator[Parser]:
     yield Parser(
         "services in YAML", ("operator/diptych_operator/api/parse.py",), text(parse_service),
         (SERVICE,), costs=3,
+    )  # fmt: skip
+    yield Parser(
+        "the keys of a service", ("operator/diptych_operator/render/keys.py",),
+        text(lambda said: admin_token({"data": dict.fromkeys(KEY_FILES, said)})), (b"c2VzYW1l",),
     )  # fmt: skip
     yield Parser(
         "chats' events", ("cli/diptych/chat/stream.py",), chat_stream.read_event, (CHUNK,),
