@@ -16,8 +16,9 @@ def test_promises_are_kept_again_within_seconds_after_the_load_has_turned() -> N
 
 
 @pytest.mark.slow
-def test_beside_other_routers_roles_that_follow_the_load_are_worth_as_much() -> None:
-    fixed = elastic.kept(elastic.simulate(4, elastic=False, routers=3))
+def test_roles_follow_the_load_beside_other_routers_too() -> None:
+    """Here they beat the same pods with fixed roles; well-chosen fixed roles may beat them."""
+    fixed = elastic.kept(elastic.simulate(2, elastic=False, routers=3))
     log = elastic.simulate(2, elastic=True, routers=3)
-    assert min(elastic.kept(log)) > min(fixed)
+    assert min(elastic.kept(log)) > 1.5 * min(fixed)
     assert not log.unanswered

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm_kit.sent import request
+from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreRequest, InvalidRequestError, LoRARequest
 from diptych_vllm.serve.adapters import FIRST_ID, VllmAdapters
@@ -29,6 +30,8 @@ class Engine:
         self.load = VllmLoad(64, "", 4)
         self.here: dict[int, LoRARequest] = {}
         self.failure: Exception | None = None
+        self.may_load = asyncio.Event()
+        self.may_load.set()
         self.pinned: list[int] = []
 
     @property
@@ -37,6 +40,7 @@ class Engine:
 
     async def add_lora(self, adapter: LoRARequest) -> bool:
         await asyncio.sleep(0)
+        await self.may_load.wait()
         if self.failure is not None:
             raise self.failure
         assert adapter.lora_int_id not in self.here
@@ -70,6 +74,18 @@ def adapter(folder: Path, number: int, content: bytes = b"") -> LoRARequest:
 
 def asked(wanted: LoRARequest) -> EngineCoreRequest:
     return msgspec.structs.replace(request(), lora_request=wanted)
+
+
+async def test_who_uses_a_loaded_adapter_does_not_wait_for_another_to_load(tmp_path: Path) -> None:
+    engine, adapters = made()
+    await adapters.add(adapter(tmp_path, 1))
+    engine.may_load.clear()
+    other = asyncio.create_task(adapters.add(adapter(tmp_path, 2)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S), adapters.using(asked(adapter(tmp_path, 1))):
+        assert not other.done()
+    engine.may_load.set()
+    assert await other
 
 
 async def test_requests_that_come_at_once_load_an_adapter_once(tmp_path: Path) -> None:

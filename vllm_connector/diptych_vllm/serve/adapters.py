@@ -108,20 +108,20 @@ class VllmAdapters:
 
     async def _load(self, wanted: LoRARequest) -> _Loaded:
         lora_id = wanted.lora_int_id
-        async with self._loading:
-            loaded = self._loaded.get(lora_id)
-            if loaded is None:
-                loaded = await self._loaded_anew(wanted)
-                self._loaded[lora_id] = loaded
-            elif loaded.asked != wanted:
-                known = loaded.asked
-                raise InvalidRequestError(
-                    f"adapter {lora_id} is {known.lora_name!r} from {known.lora_path}, not "
-                    f"{wanted.lora_name!r} from {wanted.lora_path}: take another id",
-                    param="lora_request",
-                )
-            self._loaded.move_to_end(lora_id)
-            return loaded
+        if lora_id not in self._loaded:  # whoever uses a loaded one never waits for another
+            async with self._loading:
+                if lora_id not in self._loaded:
+                    self._loaded[lora_id] = await self._loaded_anew(wanted)
+        loaded = self._loaded[lora_id]
+        known = loaded.asked
+        if known != wanted:
+            raise InvalidRequestError(
+                f"adapter {lora_id} is {known.lora_name!r} from {known.lora_path}, not "
+                f"{wanted.lora_name!r} from {wanted.lora_path}: take another id",
+                param="lora_request",
+            )
+        self._loaded.move_to_end(lora_id)
+        return loaded
 
     async def _loaded_anew(self, wanted: LoRARequest) -> _Loaded:
         path, stats, begin = wanted.lora_path, self._engine.load.stats, time.monotonic()
