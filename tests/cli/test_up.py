@@ -327,7 +327,6 @@ def test_chat_and_status_find_the_running_service(
     start: Start, small_service: Callable[..., Service]
 ) -> None:
     up = start(small_service())
-    assert "no service runs here" in up.run("status").stdout
     up.wait_ready()
     states = msgspec.json.decode(up.run("status", "--json").stdout)
     assert [state["url"] for state in states] == [f"http://127.0.0.1:{up.port}/v1"]
@@ -342,6 +341,10 @@ def test_chat_and_status_find_the_running_service(
     broken = up.run("chat", "--once", "break")
     assert broken.returncode == 1
     assert "the stream broke off before its end" in broken.stderr
+
+    up.process.terminate()
+    up.process.wait(PATIENCE_S)
+    assert "no service runs here" in up.run("status").stdout
 
 
 def test_the_demo_asks_shows_what_it_took_and_ends(

@@ -58,6 +58,8 @@ def make() -> Iterator[Make]:
         def end(host: str = "127.0.0.1", key: HingeKey = KEY) -> End:
             made = End(key, host)
             stack.callback(made.transport.close)
+            # It has met itself, and may still have the end of that.
+            until(lambda: num_accepted(made.transport.port) == 0, made)
             return made
 
         yield end
