@@ -96,7 +96,8 @@ class SpeculativeConfig(
             Meta(
                 min_length=1,
                 max_length=4096,
-                description="A small model of the same tokenizer, a file or folder in the engine.",
+                description="A small model of the same tokenizer: its path in the engine, or, in "
+                "a service, its URI.",
             ),
         ]
         | None

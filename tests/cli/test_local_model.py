@@ -51,3 +51,16 @@ def test_without_network_a_file_is_told_with_its_field(
     assert code == 1
     assert line.startswith(f"Error: {file}: spec.model.uri: it is not on this machine, and http")
     assert ("HF_ENDPOINT" in line) == uri.startswith("hf://")
+
+
+def test_without_network_a_draft_model_is_told_with_its_field(
+    tmp_path: Path,
+    service_file: Callable[[Any], Path],
+    small_service: Callable[..., Any],
+) -> None:
+    guesses = {"method": "draft_model", "model": "hf://org/small"}
+    file = service_file(small_service(engine={"speculativeConfig": guesses}))
+    code, said = up(str(file), tmp_path)
+    (line,) = said
+    assert code == 1
+    assert line.startswith(f"Error: {file}: spec.engine.speculativeConfig.model: it is not on this")

@@ -28,7 +28,9 @@ from diptych_frontend.model_files.fetch import (
     fetch_model,
 )
 from diptych_frontend.model_files.fetch.source import URI
-from diptych_operator.api.model import ModelCache
+from diptych_operator.api.engine import draft_uri
+from diptych_operator.api.model import Model, ModelCache
+from diptych_operator.api.names import DRAFT_MODEL_FIELD
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import parse_model_uri
@@ -40,14 +42,36 @@ ANSWER_WITHIN_S: Final = 10.0
 def with_local_model(
     source: Source, service: InferenceService, cache: Path, console: Console
 ) -> InferenceService:
-    """Return the service with its model as a file here, fetched into `cache` if necessary.
+    """Return the service with its models as files here, fetched into `cache` if necessary.
 
     Tokens come from the user's environment. Raises `BadInputError` for a model that is not
     available as written, `RunError` for one that could not be fetched now.
     """
-    model = service.spec.model
-    if not parse_model_uri(model.uri).is_fetched:
-        return service
+    spec, model = service.spec, service.spec.model
+    guesses = spec.engine.speculative_config
+    if parse_model_uri(model.uri).is_fetched:
+        path = _fetched(source, URI, model, cache, console)
+        local = msgspec.structs.replace(
+            model,
+            uri=path.as_uri(),
+            served_name=service.served_name,
+            revision="",
+            sha256="",
+            credentials=None,
+            cache=ModelCache(),
+        )
+        spec = msgspec.structs.replace(spec, model=local)
+    draft = draft_uri(spec.engine)
+    if guesses is not None and draft and parse_model_uri(draft).is_fetched:
+        path = _fetched(source, DRAFT_MODEL_FIELD, Model(uri=draft), cache, console)
+        here = msgspec.structs.replace(guesses, model=path.as_uri())
+        engine = msgspec.structs.replace(spec.engine, speculative_config=here)
+        spec = msgspec.structs.replace(spec, engine=engine)
+    return msgspec.structs.replace(service, spec=spec)
+
+
+def _fetched(source: Source, field: str, model: Model, cache: Path, console: Console) -> Path:
+    """Fetch the model that this field of the service names, and return where it is."""
     columns = TextColumn("fetching {task.description}"), BarColumn(), DownloadColumn()
     speed = TransferSpeedColumn(), TimeRemainingColumn()
     quiet = not console.is_terminal
@@ -58,7 +82,7 @@ def with_local_model(
             bar.update(task, completed=progress.done_bytes, total=progress.total_bytes)
 
         try:
-            path = fetch_model(
+            return fetch_model(
                 model.uri,
                 cache,
                 revision=model.revision,
@@ -68,24 +92,15 @@ def with_local_model(
             )
         except BadSourceError as exc:
             problem = str(exc).removeprefix(f"{exc.field}: ")
-            raise BadInputError(in_words_of(source, exc.field, problem)) from exc
+            told = field if exc.field == URI else exc.field
+            raise BadInputError(in_words_of(source, told, problem)) from exc
         except InvalidRequestError as exc:
-            raise BadInputError(in_words_of(source, URI, str(exc))) from exc
+            raise BadInputError(in_words_of(source, field, str(exc))) from exc
         except UnreachableError as exc:
             problem = f"it is not on this machine, and {exc}; {_without_network(model.uri, cache)}"
-            raise RunError(in_words_of(source, URI, problem)) from exc
+            raise RunError(in_words_of(source, field, problem)) from exc
         except FetchError as exc:
-            raise RunError(in_words_of(source, URI, str(exc))) from exc
-    local = msgspec.structs.replace(
-        model,
-        uri=path.as_uri(),
-        served_name=service.served_name,
-        revision="",
-        sha256="",
-        credentials=None,
-        cache=ModelCache(),
-    )
-    return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, model=local))
+            raise RunError(in_words_of(source, field, str(exc))) from exc
 
 
 def _without_network(uri: str, cache: Path) -> str:

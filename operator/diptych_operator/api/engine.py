@@ -222,6 +222,14 @@ ENGINE_RULES = (
 )  # fmt: skip
 
 
+def draft_uri(engine: Engine) -> str:
+    """Return the URI of the model that guesses tokens; empty if there is none, or if the spec has
+    its path in the engine."""
+    guesses = engine.speculative_config
+    model = guesses.model if guesses is not None else None
+    return model if model is not None and "://" in model else ""
+
+
 def reasoning_parser(engine: Engine) -> ReasoningParserName:
     """What routers read. vLLM constrains an answer from its first token on unless its own arguments
     name a parser, so with it only a format that somebody chose is read."""

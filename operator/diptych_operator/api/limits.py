@@ -88,6 +88,7 @@ _PARTS: Final = ("prefill.", "decode.", "router.", "")
 SPEC_LIMITS: Final = (
     Limit("model.cache.hostPath", "cacheHostPaths"),
     Limit("model.uri", "images", after=_IMAGE, scheme="oci://"),
+    Limit("engine.speculativeConfig.model", "images", after=_IMAGE, scheme="oci://"),
     Limit(
         "model.uri", "credentialHosts", after=("/",), scheme="https://", beside="model.credentials"
     ),

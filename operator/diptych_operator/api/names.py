@@ -84,7 +84,10 @@ OPERATOR_LABELS = {"app.kubernetes.io/name": "diptych-operator"}
 """Labels of pods in the operator's namespace that may call admin ports."""
 
 MODEL_CONTAINER = "model"
-"""The init container that downloads the model into the pod's cache."""
+"""The init container that downloads the model into the pod's cache, or the model's volume."""
+DRAFT_MODEL_CONTAINER = "draft-model"
+"""The same of the model that guesses tokens."""
+DRAFT_MODEL_FIELD = "spec.engine.speculativeConfig.model"
 CONNECTOR_CONTAINER = "connector"
 """The init container that brings our connector into pods of vLLM, and the volume that it fills."""
 CONNECTOR_DIR = "/opt/diptych/vllm"

@@ -23,7 +23,9 @@ from msgspec import inspect
 
 from diptych_operator.api.base import Rule, SpecError
 from diptych_operator.api.crd import object_schema, route_schema
+from diptych_operator.api.engine import draft_uri
 from diptych_operator.api.images import Images, route_with_images, with_images
+from diptych_operator.api.names import DRAFT_MODEL_FIELD
 from diptych_operator.api.route import ModelRoute
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import Status
@@ -302,11 +304,15 @@ def check_rules(service: InferenceService) -> None:
     rules = next(rules for name, _, rules in _fields(InferenceService) if name == "spec")
     for where, rule in _broken("spec", service.spec, rules):
         raise SpecError(where + rule.at, rule.message)
-    try:
-        parse_model_uri(service.spec.model.uri)
-    except InvalidRequestError as exc:
-        # Beyond regular expressions, such as a port that does not exist.
-        raise SpecError("spec.model.uri", str(exc).removeprefix("model: ")) from exc
+    spec = service.spec
+    uris = {"spec.model.uri": spec.model.uri, DRAFT_MODEL_FIELD: draft_uri(spec.engine)}
+    for field, uri in uris.items():
+        try:
+            if uri:
+                parse_model_uri(uri)
+        except InvalidRequestError as exc:
+            # Beyond regular expressions, such as a port that does not exist.
+            raise SpecError(field, str(exc).removeprefix("model: ")) from exc
 
 
 def _broken(where: str, value: Any, rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:

@@ -42,8 +42,11 @@ _UNITS = {
 }  # fmt: skip
 
 
-def engine_config(service: InferenceService, pool: Pool, revision: str, model: str) -> EngineConfig:
-    """Return the configuration of one engine pod. `model` is where the pod finds it.
+def engine_config(
+    service: InferenceService, pool: Pool, revision: str, model: str, draft_model: str = ""
+) -> EngineConfig:
+    """Return the configuration of one engine pod. `model` is where the pod finds it, `draft_model`
+    where it finds that one if it is told by a URI.
 
     The pools differ in `num_threads` only.
     """
@@ -52,6 +55,7 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
     settings = {name: getattr(engine, name) for name in EngineSettings.__struct_fields__}
     if engine.speculative_config is not None:
         guesses = _fields_of(engine.speculative_config, SpeculativeConfig)
+        guesses = msgspec.structs.replace(guesses, model=draft_model or guesses.model)
         settings["speculative_config"] = guesses
     return EngineConfig(
         model=model,
@@ -130,10 +134,10 @@ def _batches(service: InferenceService) -> Batches:
 
 
 def engine_config_map(
-    service: InferenceService, role: PoolName, revision: str, model: str
+    service: InferenceService, role: PoolName, revision: str, model: str, draft_model: str
 ) -> dict[str, Any]:
     """Return the ConfigMap of one pool of one revision."""
-    config = engine_config(service, service.pools[role], revision, model)
+    config = engine_config(service, service.pools[role], revision, model, draft_model)
     return _config_map(service, role, {ENGINE_FILE: _json(config)}, revision)
 
 

@@ -1,18 +1,21 @@
-"""How a pod gets its model: read in place, mounted, or fetched by an init container.
+"""How a pod gets its models: read in place, mounted, or fetched by an init container.
 
 Credentials are mounted into that init container alone; one that serves requests never gets them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import quote
 
 from diptych_operator.api.base import SpecError
+from diptych_operator.api.engine import draft_uri
 from diptych_operator.api.model import ModelCache
 from diptych_operator.api.names import (
     CONFIG_DIR,
+    DRAFT_MODEL_CONTAINER,
+    DRAFT_MODEL_FIELD,
     ENGINE_FILE,
     KEYS_DIR,
     KEYS_VOLUME,
@@ -24,8 +27,8 @@ from diptych_operator.api.service import InferenceService
 from diptych_protocol.model_uri import ModelUri, Reader, cached_path, parse_model_uri
 
 MODEL_CACHE_DIR = "/var/cache/diptych/models"
-MODEL_DIR = "/var/lib/diptych/model"
-"""Where a mounted model appears; one that is fetched appears elsewhere."""
+MOUNTED_DIR = "/var/lib/diptych"
+"""Where mounted models appear; one that is fetched appears elsewhere."""
 CREDENTIALS_DIR = "/etc/diptych/credentials"
 NODE_WEIGHTS = {"DIPTYCH_NODE_WEIGHTS": f"{MODEL_CACHE_DIR}/.packed"}
 """Where the init container packs weights for all engines of the service on its node."""
@@ -52,12 +55,27 @@ class ModelMount:
 
     uri: str
     """The model's address in the pod, for EngineConfig or RouterConfig."""
+    draft_uri: str = ""
+    """That of the model that guesses tokens; empty: there is none, or the spec has its path."""
     init_containers: list[dict[str, Any]] = field(default_factory=list)
     volumes: list[dict[str, Any]] = field(default_factory=list)
     volume_mounts: list[dict[str, Any]] = field(default_factory=list)
     """The volume mounts of the container in which the engine or the router runs."""
     folders: dict[str, str] = field(default_factory=dict)
     """Folders of these mounts that it reads, by variable."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A model that a pod reads."""
+
+    name: str
+    """That of its init container or volume."""
+    field: str
+    """The field of the service that names it."""
+    uri: ModelUri
+    revision: str = ""
+    sha256: str = ""
 
 
 def model_mount(
@@ -67,47 +85,74 @@ def model_mount(
 
     Raises `SpecError` for a model that this cluster cannot mount, naming a remedy.
     """
-    uri = parse_model_uri(service.spec.model.uri)
-    if uri.is_fetched:
-        return _fetched(service, role, uri)
-    if uri.scheme == "pvc":
-        source = {"persistentVolumeClaim": {"claimName": uri.host, "readOnly": True}}
-        return _mounted(uri, source)
-    if uri.scheme == "oci":
-        if not cluster_has_image_volumes:
-            raise SpecError(
-                "spec.model.uri",
-                "oci:// needs a cluster with image volumes (Kubernetes 1.31 with the feature gate "
-                "ImageVolume, which 1.35 has on); use hf://, s3:// or pvc://",
-            )
-        return _mounted(uri, {"image": {"reference": uri.host, "pullPolicy": "IfNotPresent"}})
-    return ModelMount(uri.text)
-
-
-def _mounted(uri: ModelUri, source: dict[str, Any]) -> ModelMount:
-    path = f"{MODEL_DIR}/{uri.path}".rstrip("/")
-    return ModelMount(
-        _file_uri(path),
-        volumes=[{"name": "model", **source}],
-        volume_mounts=[{"name": "model", "mountPath": MODEL_DIR, "readOnly": True}],
+    model, draft = service.spec.model, draft_uri(service.spec.engine)
+    own = _Wanted(
+        MODEL_CONTAINER, "spec.model.uri", parse_model_uri(model.uri), model.revision, model.sha256
+    )
+    mount = _mount(service, role, own, cluster_has_image_volumes)
+    if role == "router" or not draft:
+        return mount
+    wanted = _Wanted(DRAFT_MODEL_CONTAINER, DRAFT_MODEL_FIELD, parse_model_uri(draft))
+    other = _mount(service, role, wanted, cluster_has_image_volumes)
+    return replace(
+        mount,
+        draft_uri=other.uri,
+        init_containers=mount.init_containers + other.init_containers,
+        volumes=_without_twins(mount.volumes + other.volumes),
+        volume_mounts=_without_twins(mount.volume_mounts + other.volume_mounts),
     )
 
 
-def _fetched(service: InferenceService, role: Role, uri: ModelUri) -> ModelMount:
+def _without_twins(named: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two models may have one cache."""
+    return list({each["name"]: each for each in named}.values())
+
+
+def _mount(
+    service: InferenceService, role: Role, wanted: _Wanted, cluster_has_image_volumes: bool
+) -> ModelMount:
+    uri = wanted.uri
+    if uri.is_fetched:
+        return _fetched(service, role, wanted)
+    if uri.scheme == "pvc":
+        source = {"persistentVolumeClaim": {"claimName": uri.host, "readOnly": True}}
+        return _mounted(wanted, source)
+    if uri.scheme == "oci":
+        if not cluster_has_image_volumes:
+            raise SpecError(
+                wanted.field,
+                "oci:// needs a cluster with image volumes (Kubernetes 1.31 with the feature gate "
+                "ImageVolume, which 1.35 has on); use hf://, s3:// or pvc://",
+            )
+        return _mounted(wanted, {"image": {"reference": uri.host, "pullPolicy": "IfNotPresent"}})
+    return ModelMount(uri.text)
+
+
+def _mounted(wanted: _Wanted, source: dict[str, Any]) -> ModelMount:
+    folder = f"{MOUNTED_DIR}/{wanted.name}"
+    path = f"{folder}/{wanted.uri.path}".rstrip("/")
+    return ModelMount(
+        _file_uri(path),
+        volumes=[{"name": wanted.name, **source}],
+        volume_mounts=[{"name": wanted.name, "mountPath": folder, "readOnly": True}],
+    )
+
+
+def _fetched(service: InferenceService, role: Role, wanted: _Wanted) -> ModelMount:
     model = service.spec.model
     reader: Reader = "router" if role == "router" else "engine"
-    path = cached_path(uri, model.revision, model.sha256, reader)
+    path = cached_path(wanted.uri, wanted.revision, wanted.sha256, reader)
     source = _cache_volume(model.cache, service.metadata.namespace, reader)
     volumes: list[dict[str, Any]] = [{"name": "model-cache", **source}]
-    if model.credentials is not None:
+    if model.credentials is not None and _may_have_credentials(service, wanted):
         secret = {"secretName": model.credentials.secret_name, "defaultMode": 0o440}
         volumes.append({"name": "model-credentials", "secret": secret})
     return ModelMount(
         _file_uri(f"{MODEL_CACHE_DIR}/{path}"),
-        init_containers=[_init_container(service, role, reader)],
+        init_containers=[_init_container(service, role, reader, wanted)],
         volumes=volumes,
         volume_mounts=[{"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True}],
-        folders=NODE_WEIGHTS if _packs(service, role) else {},
+        folders=NODE_WEIGHTS if _packs(service, role, wanted) else {},
     )
 
 
@@ -118,33 +163,43 @@ def fetcher_image(service: InferenceService, role: Role) -> str:
     return spec.engine.image if ours else spec.router.image
 
 
-def _init_container(service: InferenceService, role: Role, reader: Reader) -> dict[str, Any]:
+def _may_have_credentials(service: InferenceService, wanted: _Wanted) -> bool:
+    """Whether a model is where the service's own is: no other place learns a token."""
+    uri, own = wanted.uri, parse_model_uri(service.spec.model.uri)
+    return uri.scheme == own.scheme and (uri.scheme != "https" or uri.host == own.host)
+
+
+def _init_container(
+    service: InferenceService, role: Role, reader: Reader, wanted: _Wanted
+) -> dict[str, Any]:
     model = service.spec.model
-    arguments = ["--uri", model.uri, "--for", reader, "--cache", MODEL_CACHE_DIR]
+    arguments = ["--uri", wanted.uri.text, "--for", reader, "--cache", MODEL_CACHE_DIR]
     cache = {"name": "model-cache", "mountPath": MODEL_CACHE_DIR}
     mounts: list[dict[str, Any]] = [
         cache | {"readOnly": True} if _read_only(model.cache) else cache,
         {"name": "tmp", "mountPath": "/tmp"},
     ]
-    if model.revision:
-        arguments += ["--revision", model.revision]
-    if model.sha256:
-        arguments += ["--sha256", model.sha256]
+    if wanted.revision:
+        arguments += ["--revision", wanted.revision]
+    if wanted.sha256:
+        arguments += ["--sha256", wanted.sha256]
     if _on_node(model.cache, reader):
         arguments.append("--shared")
-    if model.credentials is not None:
+    if model.credentials is not None and _may_have_credentials(service, wanted):
         arguments += ["--credentials", CREDENTIALS_DIR]
         mounts.append({"name": "model-credentials", "mountPath": CREDENTIALS_DIR, "readOnly": True})
     # The hub's client wants a home directory; the root file system is read-only.
     env = {"HF_HOME": "/tmp/huggingface"}
-    if _packs(service, role):
+    if wanted.name == DRAFT_MODEL_CONTAINER:
+        env["DIPTYCH_MODEL_FIELD"] = wanted.field
+    if _packs(service, role, wanted):
         env |= NODE_WEIGHTS | {"DIPTYCH_KEYS_DIR": KEYS_DIR, "DIPTYCH_AFTER_FETCH": PACK_AHEAD}
         mounts += [
             {"name": name, "mountPath": path, "readOnly": True}
             for name, path in (("config", CONFIG_DIR), (KEYS_VOLUME, KEYS_DIR))
         ]
     return {
-        "name": MODEL_CONTAINER,
+        "name": wanted.name,
         "image": fetcher_image(service, role),
         "command": ["python", "-m", "diptych_frontend.model_files.fetch"],
         # Kubernetes expands $(NAME); a doubled dollar is one.
@@ -156,11 +211,12 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
     }
 
 
-def _packs(service: InferenceService, role: Role) -> bool:
+def _packs(service: InferenceService, role: Role, wanted: _Wanted) -> bool:
     """Whether weights are packed for the engines of a node. A GPU packs into its own memory."""
     resources = _resources(service, role)
     return (
         role != "router"
+        and wanted.name == MODEL_CONTAINER
         and service.spec.engine.runtime == "diptych"
         and service.spec.model.cache.host_path is not None
         and not {*resources.limits, *resources.requests} - set(_DIVISIBLE)

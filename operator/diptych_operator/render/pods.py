@@ -139,7 +139,7 @@ def engine_objects(
         **_ENGINE_PROBES,
         **resources_of(pool.resources),
     }
-    config = engine_config_map(service, role, revision, model.uri)
+    config = engine_config_map(service, role, revision, model.uri, model.draft_uri)
     volumes = [
         _config_volume("config", object_name(service, role, revision)),
         keys_volume(service, KeySets(keys.current)),

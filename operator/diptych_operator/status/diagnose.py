@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from diptych_operator.api.names import MODEL_CONTAINER
+from diptych_operator.api.names import DRAFT_MODEL_CONTAINER, MODEL_CONTAINER
 from diptych_operator.status.observed import DeploymentView, Observed, PodView
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
@@ -232,7 +232,7 @@ def _crash(pod: PodView) -> Finding:
         return _out_of_memory(pod, "was ended at its memory limit", "")
     if says.startswith(_CORE_ENDED) and "killed by signal 9" in says:
         return _out_of_memory(pod, "its engine core was killed, as happens at a memory limit", says)
-    if pod.ended_container == MODEL_CONTAINER:
+    if pod.ended_container in (MODEL_CONTAINER, DRAFT_MODEL_CONTAINER):
         reason = Reason.MODEL_CANNOT_BE_FETCHED
         return Finding(reason, "cannot fetch the model", says, reason.remedy, Severity.FAILING)
     reason = Reason.CONTAINER_CRASHING

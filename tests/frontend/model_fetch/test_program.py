@@ -119,6 +119,15 @@ def test_a_module_runs_then_with_the_path_of_the_model(
     assert base64.b64decode(then) == gguf_bytes
 
 
+def test_what_is_wrong_is_told_by_the_field_that_names_the_model(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIPTYCH_MODEL_FIELD", "spec.other")
+    code, _, err = finish(start(store, tmp_path, "dummy://"))
+    assert code == 2
+    assert "error: spec.other: dummy:// needs no fetching" in err
+
+
 @pytest.mark.parametrize(
     ("uri", "arguments", "code", "says"),
     [

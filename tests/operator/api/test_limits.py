@@ -229,6 +229,7 @@ IMAGES = [
     image(prefill={"engine": {"image": "evil.example/a:1"}}),
     image(transfer={"connectorImage": "evil.example/a@sha256:0"}),
     {"model": {"uri": "oci://evil.example/a@sha256:0"}},
+    {"engine": {"speculativeConfig": {"model": "oci://evil.example/a@sha256:0"}}},
     container(image="evil.example/a:1"),
     volume(image={"reference": "evil.example/a:1"}),
     pod(initContainers=[{"name": "i", "image": "evil.example/a:1", "securityContext": CONFINED}]),

@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waits import PATIENCE_S
 
+from diptych_frontend.model_files.fetch import __main__ as fetcher
 from diptych_operator.api.base import SpecError
 from diptych_operator.api.names import Role
+from diptych_operator.api.parse import check_rules
 from diptych_operator.api.service import InferenceService
+from diptych_operator.render.config import engine_config
 from diptych_operator.render.model import MODEL_CACHE_DIR, ModelMount, model_mount
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import cache_name, cached_path, is_pinned, parse_model_uri
@@ -27,14 +30,17 @@ DIGEST = "sha256:" + 64 * "b"
 ROLES: tuple[Role, ...] = ("prefill", "decode", "router")
 
 
-def service(uri: str, part: dict[str, Any] | None = None, **model: Any) -> InferenceService:
+def service(
+    uri: str, part: dict[str, Any] | None = None, draft: str = "", **model: Any
+) -> InferenceService:
+    guesses = {"speculativeConfig": {"method": "draft_model", "model": draft}} if draft else {}
     written = {
         "apiVersion": "diptych.dev/v1alpha1",
         "kind": "InferenceService",
         "metadata": {"name": "svc"},
         "spec": {
             "model": {"uri": uri, **model},
-            "engine": {"image": "engine:1"},
+            "engine": {"image": "engine:1", **guesses},
             "prefill": {"replicas": 1, **(part or {})},
             "decode": {"replicas": 1},
             "router": {"image": "router:1"},
@@ -197,6 +203,71 @@ def test_nothing_is_packed_for_gpus_routers_and_pods_with_a_cache_of_their_own(
     assert found.folders == {}
     assert [entry["name"] for entry in container["env"]] == ["HF_HOME"]
     assert {entry["name"] for entry in container["volumeMounts"]} == {"model-cache", "tmp"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "draft", "containers", "volumes"),
+    [
+        ("hf://org/large", "hf://org/small", ["model", "draft-model"], ["model-cache"]),
+        ("package://pkg/x.gguf", "s3://bucket/x.gguf", ["draft-model"], ["model-cache"]),
+        ("pvc://weights/large", "pvc://weights/small", [], ["model", "draft-model"]),
+        ("hf://org/large", "pvc://weights/small", ["model"], ["model-cache", "draft-model"]),
+        ("hf://org/large", "/models/small", ["model"], ["model-cache"]),
+    ],
+)
+def test_a_draft_model_gets_into_engines_as_the_model_does(
+    uri: str, draft: str, containers: list[str], volumes: list[str]
+) -> None:
+    given = service(uri, draft=draft)
+    for role in ROLES:
+        found = model_mount(given, role, cluster_has_image_volumes=True)
+        if role == "router":
+            assert found == mount(uri, role)
+            continue
+        assert [each["name"] for each in found.init_containers] == containers
+        assert [each["name"] for each in found.volumes] == volumes
+        assert [each["name"] for each in found.volume_mounts] == volumes
+        pool = given.pools[role]
+        config = engine_config(given, pool, "r", found.uri, found.draft_uri)
+        assert config.speculative_config is not None
+        read = str(config.speculative_config.model)
+        if draft == "/models/small":
+            assert read == draft
+        else:
+            folders = [each["mountPath"] for each in found.volume_mounts]
+            assert any(read.startswith(f"file://{folder}/") for folder in folders)
+            assert read != found.uri
+
+
+@pytest.mark.parametrize(
+    ("uri", "draft", "shown"),
+    [
+        ("hf://org/large", "hf://org/small", True),
+        ("hf://org/large", "s3://bucket/small", False),
+        ("https://host/large.gguf", "https://host/small.gguf", True),
+        ("https://host/large.gguf", "https://other/small.gguf", False),
+    ],
+)
+def test_credentials_are_shown_only_where_the_models_own_are(
+    uri: str, draft: str, shown: bool
+) -> None:
+    given = service(uri, draft=draft, credentials={"secretName": "keys"})
+    _, container = model_mount(given, "decode", cluster_has_image_volumes=True).init_containers
+    assert ("--credentials" in container["args"]) == shown
+    assert ("model-credentials" in str(container["volumeMounts"])) == shown
+
+
+@pytest.mark.parametrize("draft", ["ftp://host/x", "hf://small", "https://host:99999/x.gguf"])
+def test_a_draft_models_malformed_uri_is_told_with_its_field(draft: str) -> None:
+    with pytest.raises(SpecError, match=r"^spec\.engine\.speculativeConfig\.model: "):
+        check_rules(service("hf://org/large", draft=draft))
+
+
+def test_the_program_tells_of_a_draft_model_by_its_field() -> None:
+    given = service("hf://org/large", draft="hf://org/small")
+    own, other = model_mount(given, "decode", cluster_has_image_volumes=True).init_containers
+    field = {"name": fetcher.FIELD, "value": "spec.engine.speculativeConfig.model"}
+    assert (field in own["env"], field in other["env"]) == (False, True)
 
 
 def test_the_fetching_container_has_the_pods_resources_but_no_devices() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
 from diptych_frontend.model_files.fetch.fetch import fetch_model
-from diptych_frontend.model_files.fetch.source import BadSourceError, FetchError
+from diptych_frontend.model_files.fetch.source import URI, BadSourceError, FetchError
 from diptych_frontend.program import setup_logging
 from diptych_protocol import InvalidRequestError
 
@@ -19,6 +19,8 @@ NAME = "model-fetch"
 AFTER = "DIPTYCH_AFTER_FETCH"
 """The variable with a module to run with the model there, and its arguments but the model's path. A
 fetcher of an older release knows no such argument, and need not obey."""
+FIELD = "DIPTYCH_MODEL_FIELD"
+"""The variable with the field of a service that names the model, if that is another than usual."""
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -69,7 +71,8 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _complain(error: Exception, code: int) -> int:
-    print(f"diptych {NAME}: error: {error}", file=sys.stderr)
+    told = str(error).replace(URI, os.environ.get(FIELD, URI))
+    print(f"diptych {NAME}: error: {told}", file=sys.stderr)
     return code
 
 
