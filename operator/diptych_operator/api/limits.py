@@ -32,6 +32,8 @@ class Allowed(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
     capabilities: list[str] = []
     credential_hosts: list[str] = []
     """Hosts to which `spec.model.credentials` of an https:// model may be sent."""
+    hostnames: list[str] = []
+    """Domains of which `spec.expose.gateway.hostname` may be one, or be below."""
     fields: list[str] = []
     """Paths, written as in `Limit.path`, of fields that podTemplates may set to anything."""
 
@@ -51,6 +53,8 @@ class Limit:
     """If this names values, all other values need no listing."""
     after: tuple[str, ...] = ()
     """What may follow a listed value, such as the slash behind a folder. Empty: nothing."""
+    below: str = ""
+    """What may stand before a listed value, with anything before it. Empty: nothing."""
     scheme: str = ""
     """Only values that begin with this are checked, with it removed."""
     beside: str = ""
@@ -142,6 +146,8 @@ CONTAINER_LIMITS: Final = (
                     "lifecycle.preStop")
       for way in ("httpGet", "tcpSocket")),
 )  # fmt: skip
+# Left out, it would be every name of the gateway. Who may not make routes gets one by the operator.
+_HOSTNAME: Final = Limit("hostname", "hostnames", below=".", needed_with="name")
 _TEMPLATES: Final = tuple(f"{part}podTemplate." for part in _PARTS)
 _PODS: Final = tuple(f"{template}spec." for template in _TEMPLATES)
 _CONTAINERS: Final = tuple(
@@ -149,6 +155,7 @@ _CONTAINERS: Final = tuple(
 )
 LIMITS: Final = (
     *((limit, ("",)) for limit in SPEC_LIMITS),
+    (_HOSTNAME, ("expose.gateway.",)),
     *((limit, _TEMPLATES) for limit in TEMPLATE_LIMITS),
     *((limit, _PODS) for limit in POD_LIMITS),
     *((limit, _CONTAINERS) for limit in CONTAINER_LIMITS),
@@ -158,8 +165,9 @@ LIMITS: Final = (
 
 def _remedy(limit: Limit) -> str:
     entry = f"{limit.path} " if limit.listed_in == "fields" else ""
+    without = "" if limit.needed_with else "leave it out, "
     return (
-        "is not allowed in this cluster; take another value, leave it out, or ask the "
+        f"is not allowed in this cluster; take another value, {without}or ask the "
         f"administrator to list {entry}in the chart's value limits.allow.{limit.listed_in}"
     )
 
@@ -213,7 +221,9 @@ def _within(limit: Limit, value: Any, listed: list[str]) -> bool:
         return True
     rest = str(value).removeprefix(limit.scheme)
     return any(
-        entry in ("*", rest) or rest.startswith(tuple(entry + mark for mark in limit.after))
+        entry in ("*", rest)
+        or rest.startswith(tuple(entry + mark for mark in limit.after))
+        or (limit.below and rest.endswith(limit.below + entry))
         for entry in listed
     )
 
@@ -234,7 +244,7 @@ def validations() -> list[dict[str, str]]:
             holder, _, name = limit.beside.rpartition(".")
             cel = f"!has(object.spec.{holder}.{name}) || {cel}"
         inside = "podTemplate." if places is _TEMPLATES else "podTemplate.spec "
-        shown = inside if len(places) > 1 else ""
+        shown = inside if len(places) > 1 else places[0]
         found.append({"expression": cel, "message": f"{shown}{limit.path}: {_remedy(limit)}"})
     return found
 
@@ -268,7 +278,9 @@ def _cel_of_need(limit: Limit, value: str) -> str:
 
 
 def _cel_of_listed(limit: Limit) -> str:
-    return f"'{limit.path}' in variables.fields || '*' in variables.fields"
+    any_value = f"'*' in variables.{limit.listed_in}"
+    listed = f"'{limit.path}' in variables.fields || "
+    return f"{listed if limit.listed_in == 'fields' else ''}{any_value}"
 
 
 def _cel_of_value(limit: Limit, value: str) -> str:
@@ -290,7 +302,8 @@ def _cel_of_one(limit: Limit, value: str) -> str:
     if limit.scheme:
         others.append(f"!{value}.startsWith('{limit.scheme}')")
     follows = (f"{value}.startsWith('{limit.scheme}' + e + '{mark}')" for mark in limit.after)
-    match = " || ".join(("e == '*'", f"{value} == '{limit.scheme}' + e", *follows))
+    above = [f"{value}.endsWith('{limit.below}' + e)"] if limit.below else []
+    match = " || ".join(("e == '*'", f"{value} == '{limit.scheme}' + e", *follows, *above))
     return f"({' || '.join([*others, f'{listed}.exists(e, {match})'])})"
 
 

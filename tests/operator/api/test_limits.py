@@ -16,7 +16,11 @@ from diptych_operator.api.base import SpecError
 from diptych_operator.api.limits import LIMITS, Allowed, check_limits, validations
 
 Listed = dict[str, list[str]]
-DEFAULT: Listed = {"images": ["*"], "cacheHostPaths": ["/var/lib/diptych/models"]}
+DEFAULT: Listed = {
+    "images": ["*"],
+    "hostnames": ["*"],
+    "cacheHostPaths": ["/var/lib/diptych/models"],
+}
 
 
 @cache
@@ -247,8 +251,35 @@ def test_images_come_from_what_is_listed(spec: dict[str, Any]) -> None:
         assert by_policy(spec, {"images": lists}, "allow.images") == []
 
 
+HOSTNAMES = [
+    ("a.team.example", ["team.example"], True),
+    ("*.team.example", ["other.example", "team.example"], True),
+    ("team.example", ["team.example"], True),
+    ("", ["*"], True),
+    (None, ["*"], True),
+    ("a.myteam.example", ["team.example"], False),
+    ("team.example.evil.example", ["team.example"], False),
+    ("", ["team.example"], False),
+    (None, ["team.example"], False),
+    ("team.example", [], False),
+]
+
+
+@pytest.mark.parametrize(("hostname", "listed", "allowed"), HOSTNAMES)
+def test_services_take_no_names_of_gateways_that_are_not_listed(
+    hostname: str | None, listed: list[str], allowed: bool
+) -> None:
+    gateway = {"name": "shared"} | ({} if hostname is None else {"hostname": hostname})
+    spec = with_model({"expose": {"gateway": gateway}})
+    refusal = by_operator(spec, {"hostnames": listed})
+    assert (refusal is None) == allowed
+    assert len(by_policy(spec, {"hostnames": listed}, "allow.hostnames")) == (not allowed)
+    assert refusal is None or refusal.field == "spec.expose.gateway.hostname"
+
+
 FREE = [
     {},
+    {"expose": {"gateway": {"name": "shared"}}},
     pod(nodeSelector={"gpu": "yes"}, tolerations=[{"operator": "Exists"}], hostNetwork=False),
     pod(securityContext={"runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}),
     volume(persistentVolumeClaim={"claimName": "m"}),
@@ -282,6 +313,7 @@ def test_a_folder_beside_a_listed_one_is_not_listed() -> None:
 def test_each_limit_is_tried_here() -> None:
     refusals = [by_operator(with_model(spec), DEFAULT) for spec, *_ in REFUSED]
     refusals += [by_operator(with_model(spec), {}) for spec in IMAGES]
+    refusals += [by_operator(with_model({"expose": {"gateway": {"name": "shared"}}}), {})]
     tried = {re.sub(r"[0-9]+", "", refusal.field) for refusal in refusals if refusal is not None}
     assert [limit for limit, _ in LIMITS if not any(t.endswith(limit.path) for t in tried)] == []
     assert len(programs()) == len(LIMITS)
