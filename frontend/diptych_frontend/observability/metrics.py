@@ -235,8 +235,12 @@ class RequestProgress:
         num_prompt_tokens: int,
         tenant: str = "",
         bill: Bill | None = None,
+        *,
+        goes_on: bool = False,
     ) -> None:
-        self._metrics, self._bill = metrics, bill
+        """goes_on: the prompt, and the tokens of the first output, were counted when the client
+        asked for the first time."""
+        self._metrics, self._bill, self._goes_on = metrics, bill, goes_on
         self._num_prompt_tokens = num_prompt_tokens
         self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None
         self._tenant_generation_tokens = metrics.tokens_of(tenant, "generation") if tenant else None
@@ -250,14 +254,17 @@ class RequestProgress:
     def saw(self, output: RequestOutput) -> None:
         metrics = self._metrics
         now = time.perf_counter()
-        if not self._seen_any:
+        is_told = self._goes_on and not self._seen_any
+        if is_told:
+            self._seen_any = True
+        elif not self._seen_any:
             self._seen_any = True
             self._count_prompt()
             metrics.cached_tokens.value += output.num_cached_tokens
             if not output.finished:
                 metrics.ttft.observe(now - self._started_at)
         for choice in output.outputs:
-            if count := len(choice.token_ids):
+            if (count := len(choice.token_ids)) and not is_told:
                 metrics.generation_tokens.value += count
                 if self._tenant_generation_tokens is not None:
                     self._tenant_generation_tokens.inc(count)

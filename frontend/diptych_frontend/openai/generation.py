@@ -138,6 +138,13 @@ class Job:
         )
         return all(asked is None for asked in of_tokens)
 
+    @property
+    def num_paid(self) -> int:
+        """How many tokens were billed when the client asked for the first time: its prompt's, and
+        those that it has of the answer."""
+        kept = self.options.get("kept")
+        return 0 if kept is None else self.num_prompt_tokens + kept.num_told
+
     def engine_id(self, prompt_index: int) -> str:
         """Return the engine's request id for one of the prompts."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
@@ -191,7 +198,7 @@ class GenerationRoute(Generic[B, R]):
         if request.stream and header(scope, _RESUMABLE) is not None:
             job = await self._resumable(job, scope, exchange)
         if exchange.tenant:
-            await exchange.reserve(_most_tokens(sound))
+            await exchange.reserve(_most_tokens(sound) - job.num_paid)
         request_id, created = exchange.request_id, int(time.time())
         if job.event_ids is not None:
             request_id, created = job.event_ids.request_id, job.event_ids.created
@@ -430,7 +437,9 @@ async def _run_prompt(
     prompt = job.prompts[index]
     finished = False
     num_tokens = len(prompt["prompt_token_ids"])
-    with RequestProgress(metrics, num_tokens, exchange.tenant, exchange.bill) as progress:
+    with RequestProgress(
+        metrics, num_tokens, exchange.tenant, exchange.bill, goes_on=job.num_paid > 0
+    ) as progress:
 
         def take(output: RequestOutput) -> bool:
             if take_at_once is None or not take_at_once(output):

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.quotas.books import Books
+from diptych_frontend.quotas.limits import Limits
+from diptych_frontend.quotas.quotas import Quotas
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
@@ -125,19 +131,74 @@ async def events_of(http: httpx.AsyncClient, body: dict[str, Any], **headers: st
     return answer.text.removesuffix("\n\n").split("\n\n")
 
 
-@pytest.mark.parametrize("asked", ASKED)
-async def test_wherever_a_stream_breaks_off_its_parts_are_the_whole(
-    smollm2: str, renderer: TextRenderer, asked: str
-) -> None:
-    said, fields = ASKED[asked]
+class OneByOne(Random):
+    def choice(self, choices: Any) -> Any:
+        return choices[0]
+
+
+@pytest_asyncio.fixture
+async def engine(smollm2: str, renderer: TextRenderer) -> AsyncIterator[Scripted]:
     config = RouterConfig(model=smollm2, served_name="m", reasoning_parser="think")
     inputs = InputProcessor(renderer, max_model_len=512, vocab_size=49152, reasoning_parser="think")
     outputs = OutputProcessor(renderer.tokenizer, reasoning_parser="think")
-    engine = Scripted(
-        config, inputs, outputs, targets={"prefill": [], "decode": []}, read_keys=None
-    )
+    made = Scripted(config, inputs, outputs, targets={"prefill": [], "decode": []}, read_keys=None)
+    made.steps, made.found = Random(7), []
+    yield made
+    made.shutdown()
+
+
+def id_of(event: str) -> tuple[str, int]:
+    """The id, and how many tokens its client has then."""
+    last_id = event.partition("\n")[0].removeprefix("id: ")
+    return last_id, int(last_id.split(".")[1])
+
+
+async def test_the_rest_is_billed_and_what_was_told_is_not(
+    engine: Scripted, renderer: TextRenderer, tmp_path: Path, eventually: Any
+) -> None:
+    """The limit has room for the whole answer and for the rest of it, to the token."""
+    engine.tokens = renderer.tokenize(TEXT, add_special_tokens=False)
+    num_told, num_all = 5, len(engine.tokens)
+    engine.steps = OneByOne()
+    body = {
+        **{"model": "m", "messages": [{"role": "user", "content": "?"}], "max_tokens": num_all},
+        **{"stream": True, "stream_options": {"include_usage": True}},
+    }
+    (tmp_path / "ann").write_text("sesame")
+    limits: dict[str, Limits] = {"ann": Limits(token_budget=1000)}
+    books = Books(None)
+    quotas = Quotas(lambda: limits, books)
+
+    async def used() -> int:
+        """What the key of ann has used when all is entered."""
+        await eventually(lambda: quotas._posting is None and not quotas._ended)
+        return books.ledger.counts["ann"].ever
+
+    app = build_app(engine, api_keys=ApiKeys(tmp_path), quotas=quotas)
+    key = {"authorization": "Bearer sesame"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as http:
+        whole = await events_of(http, body, **key)
+        usage = as_read(whole).usage
+        [last_id] = [id_of(x)[0] for x in whole if x[:3] == "id:" and id_of(x)[1] == num_told]
+        for known in (num_told, num_told + 2, num_all):
+            kept = KeptAnswer(engine.tokens[:known])
+            kept.finish_reason = FinishReason.LENGTH if known == num_all else None
+            engine.found = [kept]
+            wanted = await used() + num_all - num_told
+            limits["ann"] = Limits(token_budget=wanted)
+            rest = as_read(await events_of(http, body, **key, **{"last-event-id": last_id}))
+            assert rest.usage == usage, "the client is told of the whole answer"
+            assert await used() == wanted
+
+
+@pytest.mark.parametrize("asked", ASKED)
+async def test_wherever_a_stream_breaks_off_its_parts_are_the_whole(
+    engine: Scripted, renderer: TextRenderer, asked: str
+) -> None:
+    said, fields = ASKED[asked]
     engine.tokens = [*renderer.tokenize(said, add_special_tokens=False), 2]
-    engine.steps, engine.found = Random(7), []
     body = {
         **{"model": "m", "messages": [{"role": "user", "content": "?"}], "max_tokens": 300},
         **{"stream": True, "stream_options": {"include_usage": True}},
@@ -151,8 +212,7 @@ async def test_wherever_a_stream_breaks_off_its_parts_are_the_whole(
         for count, event in enumerate(whole, 1):
             if not event.startswith("id: "):
                 continue
-            last_id = event.partition("\n")[0].removeprefix("id: ")
-            num_told = int(last_id.split(".")[1])
+            last_id, num_told = id_of(event)
             # The engines have no more than that, or some more, or all of it.
             num_all = len(engine.tokens)
             known = engine.steps.choice((num_told, min(num_told + 2, num_all), num_all))
@@ -162,4 +222,3 @@ async def test_wherever_a_stream_breaks_off_its_parts_are_the_whole(
             engine.found = [KeptAnswer(engine.tokens[:1]), kept, KeptAnswer([7] * 400)]
             rest = await events_of(http, body, **{"last-event-id": last_id})
             assert as_read([*whole[:count], *rest]) == wanted, (last_id, known)
-    engine.shutdown()
