@@ -32,6 +32,7 @@ from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import ROLES, EngineRow, Role
+from diptych_router.engines.health_book import Breaker
 from diptych_router.engines.liveness import Liveness
 from diptych_router.engines.pair_rates import NOWHERE, Location
 
@@ -112,6 +113,8 @@ class EngineLink:
         self.row = row
         """Its numbers in the table of its pool."""
         self.charge = row.charge
+        self.breaker = Breaker(time.monotonic())
+        """It outlasts restarts at this address."""
         self.kept_out = False
         """Its breaker is open; see `keep_out`."""
         self._on_news = on_news

@@ -123,7 +123,6 @@ def _told(counts: Mapping[Kind, int]) -> list[PromiseCount]:
 def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
     stats = link.stats
     transfer = stats.kv_transfer or KVTransferStats()
-    breaker = pools.health.book.engines[link.key]
     held = stats.blocks_total - stats.blocks_free
     return EngineReport(
         engine_id=link.name,
@@ -149,9 +148,9 @@ def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         prefix_fetches_failed=transfer.prefix_fetches_failed,
         prefix_tokens_fetched=transfer.prefix_tokens_fetched,
         silent=link.silent,
-        breaker=breaker.state,
+        breaker=link.breaker.state,
         kept_out=link.kept_out,
         node=link.location.node,
         zone=link.location.zone,
-        failures={str(kind): count for kind, count in breaker.failures.items()},
+        failures={str(kind): count for kind, count in link.breaker.failures.items()},
     )
