@@ -107,7 +107,6 @@ class TokenTimes:
         self._next = self.total + self._stride
 
     def _thin_out(self) -> None:
-        """Forget every second mark."""
         times, counts = self.marks[::4], self.marks[1::4]
         self.marks = array("d")
         for mark in zip(times, counts, strict=True):
@@ -236,6 +235,7 @@ class RequestRecord:
     tenant: str
     prompt_tokens: int
     prefill_only: bool
+    """Whether its prompt is pooled, so that nothing is decoded."""
     began_s: float
     trace: Trace | None = None
     """None if nobody wants spans, or they have been sent."""
