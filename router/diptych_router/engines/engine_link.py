@@ -151,7 +151,8 @@ class EngineLink:
     @property
     def open_to_work(self) -> bool:
         """Whether it is up, and neither discovery nor the engine itself excludes it."""
-        return self.listed and self.description is not None and not self.withdrawn
+        stats = self.stats
+        return self.listed and self.description is not None and not (stats.draining or stats.paused)
 
     @property
     def withdrawn(self) -> bool:

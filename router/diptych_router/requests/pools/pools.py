@@ -197,9 +197,10 @@ class Pools:
         return True
 
     def went_well(self, *keys: str) -> None:
+        now = time.monotonic()
         for key in keys:
             if (link := self.links.get(key)) is not None:
-                link.breaker.well(time.monotonic())
+                link.breaker.well(now)
 
     def was_full(self, key: str) -> None:
         self.full.refused(key, time.monotonic())
