@@ -106,8 +106,13 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         self._times_opened += 1
-        doublings = min(self._times_opened - 1, 16)
-        self.state, self._until = State.OPEN, now + min(FIRST_OPEN_S * 2**doublings, LONGEST_OPEN_S)
+        self.state = State.OPEN
+        self._until = now + back_off_s(self._times_opened, FIRST_OPEN_S, LONGEST_OPEN_S)
+
+
+def back_off_s(times: int, first_s: float, longest_s: float) -> float:
+    """Return how long to wait after so many failures in a row: each time twice as long."""
+    return min(longest_s, first_s * 2.0 ** min(times - 1, 16))
 
 
 MOST_OUT: Final = 0.5
