@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from diptych.laptop.rundir import PodState, RunState, read_metrics
+from diptych.engine_load import items_of
+from diptych.laptop.rundir import RunState, read_metrics
 
 
 def with_facts(state: RunState) -> RunState:
@@ -24,14 +24,10 @@ def with_facts(state: RunState) -> RunState:
     except (httpx.HTTPError, OSError, ValueError):  # it may be starting, or leaving
         return state
     pods = [
-        msgspec.structs.replace(pod, cpu=cpus.get(pod.name, ""), health=_health(pod, health))
-        for pod in state.pods
+        replace(x, cpu=cpus.get(x.name, ""), health=health.get(x.name, x.health))
+        for x in state.pods
     ]
-    return msgspec.structs.replace(state, pods=pods)
-
-
-def _health(pod: PodState, judged: Mapping[str, str]) -> str:
-    return judged.get(pod.name, pod.health)
+    return replace(state, pods=pods)
 
 
 def read_cpus(metrics: str) -> dict[str, str]:
@@ -40,27 +36,25 @@ def read_cpus(metrics: str) -> dict[str, str]:
     Raises `ValueError` if the text is something else.
     """
     words: dict[str, list[str]] = defaultdict(list)
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            engine = sample.labels.get("engine", "").rpartition("/")[2]
-            if sample.name == "diptych:cpu_level_info":
-                words[engine].insert(0, sample.labels["level"])
-            elif sample.name == "diptych:cpu_kernels_set_aside" and sample.value:
-                words[engine].append(f"{sample.value:.0f} kernels set aside")
+    for sample in items_of(metrics):
+        engine = sample.labels.get("engine", "").rpartition("/")[2]
+        if sample.name == "diptych:cpu_level_info":
+            words[engine].insert(0, sample.labels["level"])
+        elif sample.name == "diptych:cpu_kernels_set_aside" and sample.value:
+            words[engine].append(f"{sample.value:.0f} kernels set aside")
     return {engine: ", ".join(own) for engine, own in words.items()}
 
 
 def read_health(metrics: str) -> dict[str, str]:
     """Return the router's judgement of each engine, by name. Raises as `read_cpus` does."""
     found: dict[str, str] = {}
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            engine = sample.labels.get("engine", "").rpartition("/")[2]
-            if sample.name == "diptych:engine_silent":
-                found[engine] = "silent" if sample.value else found.get(engine, "ok")
-            elif sample.name == "diptych:engine_breaker_state":
-                failing = sample.labels["state"] != "closed" and found.get(engine) != "silent"
-                found[engine] = "failing" if failing else found.get(engine, "ok")
+    for sample in items_of(metrics):
+        engine = sample.labels.get("engine", "").rpartition("/")[2]
+        if sample.name == "diptych:engine_silent":
+            found[engine] = "silent" if sample.value else found.get(engine, "ok")
+        elif sample.name == "diptych:engine_breaker_state":
+            failing = sample.labels["state"] != "closed" and found.get(engine) != "silent"
+            found[engine] = "failing" if failing else found.get(engine, "ok")
     return found
 
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_frontend.admin.calls import build_admin_app, report, seconds_of
+from diptych_frontend.admin.calls import build_admin_app, seconds_of
 from diptych_frontend.admin.control import ControlRoutes
 from diptych_frontend.admin.weights import WeightRoutes
 from diptych_frontend.core_client.async_llm import AsyncLLM
@@ -20,6 +20,7 @@ from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import exchange_of
+from diptych_frontend.openai.responses import json_response
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.probes import build_probe_app
 from diptych_protocol import DiptychError, EngineConfig
@@ -99,13 +100,13 @@ class AdminRoutes:
         ]
 
     async def state(self, request: Request) -> Response:
-        return report(await self._engine.drain_report())
+        return json_response(await self._engine.drain_report())
 
     async def drain(self, request: Request) -> Response:
         """Drain, and answer once drained or after `timeout_s`."""
         timeout_s = seconds_of(request, "timeout_s", self._drain_seconds, MAX_DRAIN_S)
         async with UntilDisconnect(request.receive, exchange_of(request.scope)):
-            return report(await self._engine.drain(timeout_s))
+            return json_response(await self._engine.drain(timeout_s))
         return Response(status_code=204)  # the caller has left
 
 

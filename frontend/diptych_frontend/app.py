@@ -31,9 +31,9 @@ from diptych_frontend.openai.embeddings import EmbeddingRequest, PoolingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectRoute, give_back
 from diptych_frontend.openai.request_workers import RequestWorkers
-from diptych_frontend.openai.responses import ModelCard, ModelList
+from diptych_frontend.openai.responses import ModelCard, ModelList, json_response
 from diptych_frontend.openai.token_count import TokenizerRoute
-from diptych_frontend.probes import NO_SITES, Probes, json_response
+from diptych_frontend.probes import NO_SITES, Probes
 from diptych_frontend.quotas.quotas import Quotas
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.api_types import ResponsesRequest

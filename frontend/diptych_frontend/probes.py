@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.asgi import Boundary, unknown_path
-from diptych_frontend.openai.responses import Health, encode
+from diptych_frontend.openai.responses import Health, json_response
 from diptych_protocol import EngineClient
 
 METRICS_AGE_S = 1.0
@@ -97,7 +97,3 @@ class Probes:
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": version("diptych")})
-
-
-def json_response(value: object, status: int = 200) -> Response:
-    return Response(encode(value), status, media_type="application/json")

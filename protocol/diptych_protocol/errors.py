@@ -18,7 +18,7 @@ DiptychError
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -55,6 +55,18 @@ class InvalidRequestError(DiptychError, ValueError):
 
 class RefusedByEngineError(InvalidRequestError):
     """The engine core refused the request, and released what others hold for it."""
+
+
+T = TypeVar("T")
+
+
+def converted(value: Any, kind: type[T], what: str, param: str, *, strict: bool = True) -> T:
+    """Return a value from outside as a `kind`. Raises `InvalidRequestError` that says of what it
+    is, and what is wrong with it. strict: texts of numbers are no numbers."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except UNREADABLE as exc:
+        raise InvalidRequestError(f"{what}: {exc}", param=param) from exc
 
 
 class EngineGenerateError(DiptychError):

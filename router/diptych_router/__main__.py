@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from contextlib import AbstractAsyncContextManager, nullcontext
 
 if __name__ == "__main__":
     gc.disable()  # imports make no garbage; `run_program` enables it again
@@ -14,7 +13,7 @@ from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_router.program.arguments import parse_arguments, read_config
 from diptych_router.program.picker_process import bracketed, picking
-from diptych_router.program.program import Program, started
+from diptych_router.program.program import started
 from diptych_router.telling.admin_port import admin_app
 
 
@@ -34,21 +33,14 @@ async def run(args: argparse.Namespace) -> None:
         if admin_listener is not None:
             admin = admin_app(program.client, program.explanations, args.keys, program.api_keys)
             sites.append(Site(admin, admin_listener))
-        async with _picking(program, args):
+        own = f"{bracketed(args.advertise_host or args.host)}:{args.port}"
+        async with picking(program.client, own, args.host, args.picker_port):
             await serve_sites(
                 *sites,
                 drain=program.leaving.drain,
                 drain_timeout_s=args.linger_seconds + config.drain_seconds,
                 on_lag=program.metrics.loop_lag.observe,
             )
-
-
-def _picking(program: Program, args: argparse.Namespace) -> AbstractAsyncContextManager[None]:
-    """Answers gateways meanwhile, if that is asked for."""
-    if args.picker_port is None:
-        return nullcontext()
-    own = f"{bracketed(args.advertise_host or args.host)}:{args.port}"
-    return picking(program.client, own, args.host, args.picker_port)
 
 
 def main() -> None:

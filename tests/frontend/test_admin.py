@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_frontend.admin.calls import MAX_BODY_BYTES, build_admin_app, report, seconds_of
+from diptych_frontend.admin.calls import MAX_BODY_BYTES, build_admin_app, seconds_of
 from diptych_frontend.openai.exchange import decode_json
+from diptych_frontend.openai.responses import json_response
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.control_calls import StartProfile
 
@@ -23,7 +24,7 @@ class Waited(msgspec.Struct):
 
 
 async def wait(request: Request) -> Response:
-    return report(Waited(seconds_of(request, "timeout_s", 30.0, 60.0)))
+    return json_response(Waited(seconds_of(request, "timeout_s", 30.0, 60.0)))
 
 
 @pytest.fixture

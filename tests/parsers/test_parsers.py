@@ -227,7 +227,6 @@ ELSEWHERE = {
     "operator/diptych_operator/kube/client.py": "the API server",
     "cli/diptych/demo.py": "our own router",
     "cli/diptych/engine_load.py": "our own engines",
-    "cli/diptych/status.py": "our own routers",
     "cli/diptych/router_admin.py": "our own routers",
     "cli/diptych/kubectl/cluster.py": "the API server",
     "cli/diptych/kubectl/plan.py": "our own objects",

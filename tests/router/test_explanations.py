@@ -10,7 +10,6 @@ import pytest
 from engine_kit.core import core_request
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.core import HistogramMetricFamily
 from toy_pools import EngineView, fleet_of
 
 from diptych_protocol import (
@@ -30,7 +29,6 @@ from diptych_router.requests.records import MOST_ATTEMPTS, MOST_PLACEMENTS, Reco
 from diptych_router.requests.request_record import (
     BOUNDS,
     Predictions,
-    Ratios,
     RequestRecord,
     Setback,
 )
@@ -40,7 +38,7 @@ from diptych_router.telling.explanations import (
     MOST_FOUND,
     Explanations,
 )
-from diptych_router.telling.metrics import add_buckets, of_predictions
+from diptych_router.telling.metrics import of_predictions
 
 OUTPUT_TOKENS = 10.0
 
@@ -435,12 +433,12 @@ def test_whatever_comes_in_whatever_order_stays_within_bounds(
 
 @pytest.mark.parametrize("ratio", [0.0, *BOUNDS, 1e9])
 def test_a_ratio_is_counted_in_every_bucket_whose_bound_is_not_below_it(ratio: float) -> None:
-    family, ratios = HistogramMetricFamily("x", "y", labels=()), Ratios()
-    ratios.saw(ratio)
-    add_buckets(ratios, family, ())
+    predictions = Predictions()
+    predictions.hand_off.observe(ratio)
     buckets = {
         float(sample.labels["le"]): sample.value
+        for family in of_predictions("m", predictions)
         for sample in family.samples
-        if sample.name == "x_bucket"
+        if sample.name == "diptych:hand_off_real_over_predicted_bucket"
     }
     assert buckets == {bound: ratio <= bound for bound in (*BOUNDS, math.inf)}

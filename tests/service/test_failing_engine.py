@@ -43,7 +43,7 @@ async def test_an_engine_that_fails_is_left_out_and_taken_in_again(
         async with routing(smollm2, keys_dir, prefill, decode) as client:
             await all_usable(client, 4)
             failing = link_of(client, started[names.index(bad)])
-            breaker = client.pools.health.book.engines[failing.key]
+            breaker = failing.breaker
             whole = await generate(client, PROMPT, max_tokens=8)
             mood.touch()
             for _ in range(40):

@@ -16,6 +16,7 @@ from diptych_frontend.core_client.curve import read_keys
 from diptych_kv_transfer.connector import key_of
 from diptych_kv_transfer.signing.keys import HingeKey
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferConfig
+from diptych_protocol.errors import converted
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 PARAM = "kv_connector_extra_config"
@@ -46,10 +47,7 @@ class ConnectorSettings(
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ConnectorSettings:
         """Validate the settings. Raises `InvalidRequestError` naming the field."""
-        try:
-            return msgspec.convert(raw, cls)
-        except msgspec.ValidationError as exc:
-            raise InvalidRequestError(f"{PARAM}: {exc}", param=PARAM) from exc
+        return converted(raw, cls, PARAM, PARAM)
 
     def require_ports(self, num_ranks: int) -> None:
         """Raise `InvalidRequestError` unless each of this many ranks has a port of its own, which

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console, RenderableType
@@ -24,18 +24,24 @@ if TYPE_CHECKING:
     from diptych.known_models import Source
     from diptych.kubectl.why import ServiceExplanation
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 
-
-def _access(command: Command) -> Command:
+def _access(command: Callable[..., None]) -> Callable[..., None]:
     """The options that say which cluster, gathered into one `access` argument."""
+
+    @wraps(command)
+    def with_access(
+        kubeconfig: str | None, context: str | None, namespace: str | None, **given: Any
+    ) -> None:
+        command(access=Access(kubeconfig, context, namespace), **given)
+
+    made: Callable[..., None] = with_access
     for option in (
         click.option("--kubeconfig", metavar="FILE", help="Instead of $KUBECONFIG."),
         click.option("--context", metavar="NAME", help="Instead of the kubeconfig's current one."),
         click.option("-n", "--namespace", help="Instead of the context's."),
     ):
-        command = option(command)
-    return command
+        made = option(made)
+    return made
 
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
@@ -68,15 +74,7 @@ def main() -> None:
 @_access
 @watch_option
 @_json_option
-def status(
-    name: str | None,
-    everywhere: bool,
-    kubeconfig: str | None,
-    context: str | None,
-    namespace: str | None,
-    watch: bool,
-    as_json: bool,
-) -> None:
+def status(name: str | None, everywhere: bool, access: Access, watch: bool, as_json: bool) -> None:
     """List the services, or show all of service NAME: pools, revision, hand-off, conditions.
 
     \b
@@ -89,7 +87,7 @@ def status(
 
     if name is not None and everywhere:
         raise click.UsageError("give NAME or --all-namespaces, not both")
-    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    cluster = Cluster.connect(access)
 
     def look() -> list[view.ServiceView]:
         raws = (
@@ -116,15 +114,7 @@ def status(
 @click.option("--requests", is_flag=True, help="List the newest requests.")
 @_access
 @_json_option
-def why(
-    name: str,
-    request_id: str | None,
-    requests: bool,
-    kubeconfig: str | None,
-    context: str | None,
-    namespace: str | None,
-    as_json: bool,
-) -> None:
+def why(name: str, request_id: str | None, requests: bool, access: Access, as_json: bool) -> None:
     """Explain why service NAME is not well: causes, remedies, the newest warnings.
 
     Ends with 0 if it is available and nothing wants attention, else with 1.
@@ -148,7 +138,7 @@ def why(
 
     if request_id and requests:
         raise click.UsageError("give REQUEST_ID or --requests, not both")
-    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    cluster = Cluster.connect(access)
     if request_id or requests:
         explain_requests(partial(ask_routers, cluster, name), request_id, as_json=as_json)
         return
@@ -167,15 +157,7 @@ def why(
 @svg_option
 @_access
 @_json_option
-def trace(
-    name: str,
-    request_id: str,
-    svg: Path | None,
-    kubeconfig: str | None,
-    context: str | None,
-    namespace: str | None,
-    as_json: bool,
-) -> None:
+def trace(name: str, request_id: str, svg: Path | None, access: Access, as_json: bool) -> None:
     """Show when a request to service NAME was where: queue, prompt, hand-off, tokens and moves.
 
     REQUEST_ID is the header X-Request-Id of the answer, or the id in its body. All routers are
@@ -188,7 +170,7 @@ def trace(
     """
     from diptych.kubectl.cluster import ask_routers
 
-    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    cluster = Cluster.connect(access)
     show_timelines(partial(ask_routers, cluster, name), request_id, svg, as_json=as_json)
 
 
@@ -198,15 +180,7 @@ def trace(
 @_access
 @watch_option
 @_json_option
-def top(
-    name: str,
-    interval: float,
-    kubeconfig: str | None,
-    context: str | None,
-    namespace: str | None,
-    watch: bool,
-    as_json: bool,
-) -> None:
+def top(name: str, interval: float, access: Access, watch: bool, as_json: bool) -> None:
     """Show what each engine of service NAME does now.
 
     Reads the metrics of the service's routers through the API server, which needs the right to
@@ -217,7 +191,7 @@ def top(
       kubectl diptych top smollm2 --watch
       kubectl diptych top smollm2 --json | jq '[.[].running] | add'
     """
-    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    cluster = Cluster.connect(access)
     https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
     show_loads(lambda: _samples(cluster, name, https), interval, watch=watch, as_json=as_json)
 
@@ -228,13 +202,7 @@ def top(
 @_access
 @_json_option
 def advise(
-    name: str,
-    ttft_ms: float | None,
-    inter_token_ms: float | None,
-    kubeconfig: str | None,
-    context: str | None,
-    namespace: str | None,
-    as_json: bool,
+    name: str, ttft_ms: float | None, inter_token_ms: float | None, access: Access, as_json: bool
 ) -> None:
     """Say how many prefill and decode pods service NAME should have for what it was asked of late.
 
@@ -247,7 +215,7 @@ def advise(
     """
     from diptych.kubectl.cluster import ask_routers
 
-    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    cluster = Cluster.connect(access)
     ask = partial(ask_routers, cluster, name)
     show_advice(ask, ttft_ms, inter_token_ms, as_json=as_json)
 
@@ -259,13 +227,7 @@ def advise(
 @_access
 @_json_option
 def plan(
-    name: str | None,
-    everywhere: bool,
-    operator_namespace: str,
-    kubeconfig: str | None,
-    context: str | None,
-    namespace: str | None,
-    as_json: bool,
+    name: str | None, everywhere: bool, operator_namespace: str, access: Access, as_json: bool
 ) -> None:
     """Show what an operator of this version would change in each service, or in service NAME.
 
@@ -283,7 +245,7 @@ def plan(
 
     if name is not None and everywhere:
         raise click.UsageError("give NAME or --all-namespaces, not both")
-    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    cluster = Cluster.connect(access)
     raws = [cluster.service(name)] if name is not None else cluster.services(everywhere=everywhere)
     found = plans(cluster, raws, operator_namespace)
     if as_json:

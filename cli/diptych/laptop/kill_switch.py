@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -21,6 +20,7 @@ from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.supervisor import RunningPod
 from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
 from diptych_frontend.openai.asgi import Boundary
+from diptych_frontend.openai.responses import json_response
 from diptych_protocol import InvalidRequestError
 from diptych_router.telling.page.control import Control
 
@@ -47,8 +47,7 @@ class KillSwitch:
         return Boundary(gate, on_answer=lambda *_: None)
 
     async def _answer(self, request: Request) -> Response:
-        body = msgspec.json.encode({"killed": self._kill(request)})
-        return Response(body, media_type="application/json")
+        return json_response({"killed": self._kill(request)})
 
     def _kill(self, request: Request) -> str:
         """Returns the name of the pod. Raises `InvalidRequestError`."""

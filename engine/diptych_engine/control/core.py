@@ -93,7 +93,9 @@ class EngineCore:
         self.connector = connector
         self.grammars = grammars
         self.images = images
-        self.adapters = AdapterTable(scheduler.max_loras, runner.collective_rpc)
+        self.adapters = AdapterTable(
+            scheduler.max_loras, runner.collective_rpc, lambda: scheduler.now_running
+        )
         scheduler.pinned_adapters = self.adapters.pinned
         self.hand_offs = HandOffs(description, scheduler, connector, self._admit_announced)
         self.watched: dict[int, Callable[[], None]] = {}
@@ -318,7 +320,7 @@ class EngineCore:
         if self.before_step is not None and (plan.scheduled or plan.images):
             self.before_step(plan)
         if self.adapters.in_use:
-            for request, error in self.adapters.use(plan.scheduled, self.scheduler.now_running):
+            for request, error in self.adapters.use(plan.scheduled):
                 self._end(request, FinishReason.ERROR)
                 self._fail(request.request_id, request.client, error)
             plan = plan.without_finished()

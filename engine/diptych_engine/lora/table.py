@@ -28,8 +28,12 @@ MAX_ID = 2**31 - 1
 class AdapterTable:
     """The adapters of one engine core."""
 
-    def __init__(self, max_loras: int, call_workers: WorkerCall) -> None:
+    def __init__(
+        self, max_loras: int, call_workers: WorkerCall, running: Callable[[], Sequence[Request]]
+    ) -> None:
+        """`running` returns the running requests."""
         self.max_loras = max_loras
+        self._running = running
         self.pinned: set[int] = set()
         """Ids of adapters that keep their places."""
         self.num_loads = 0
@@ -47,6 +51,10 @@ class AdapterTable:
     def in_use(self) -> bool:
         """Whether any request may have an adapter."""
         return len(self._known) > 0
+
+    def digests(self) -> dict[str, str]:
+        """Return name -> digest of the content of the loaded adapters."""
+        return {adapter.name: adapter.digest for adapter in self._loaded.values()}
 
     def lacks(self, shares: Iterable[ScheduledRequest]) -> bool:
         """Whether any adapter of a step is not loaded yet."""
@@ -82,15 +90,10 @@ class AdapterTable:
         if not 0 < len(request.lora_name) <= MAX_NAME_LENGTH or not request.lora_path:
             raise _refusal(f"an adapter needs a path and a name of 1..{MAX_NAME_LENGTH} characters")
 
-    def use(
-        self, shares: Iterable[ScheduledRequest], running: Iterable[Request]
-    ) -> list[tuple[Request, str]]:
-        """Load the adapters of a step that are not loaded yet.
-
-        running: all running requests, including those of the step. Returns the requests whose
-        adapters cannot be loaded, and why.
-        """
-        busy = busy_adapters(running)
+    def use(self, shares: Iterable[ScheduledRequest]) -> list[tuple[Request, str]]:
+        """Load the adapters of a step, whose requests are running by now, that are not loaded yet.
+        Returns the requests whose adapters cannot be loaded, and why."""
+        busy = busy_adapters(self._running())
         failed: list[tuple[Request, str]] = []
         for share in shares:
             adapter = share.request.adapter
@@ -132,82 +135,58 @@ class AdapterTable:
         del self._loaded[lora_int_id]
         self._leaving.discard(lora_int_id)
 
-    def add(self, request: LoRARequest, busy: set[int]) -> None:
+    # --- utility calls ------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> tuple[Callable[..., Any], ...]:
+        """The functions that a client may name in a utility call."""
+        return self.add_lora, self.remove_lora, self.list_loras, self.pin_lora
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before its first request. Raises `InvalidRequestError`."""
+        busy = busy_adapters(self._running())
         for gone in self._leaving - busy:
             self._unload(gone)
-        adapter = self.resolve(request)
+        adapter = self.resolve(lora_request)
         if adapter is not None:
             self._load(adapter, busy)
             self._leaving.discard(adapter.lora_int_id)
+        return True
 
-    def remove(self, lora_int_id: int, busy: set[int]) -> bool:
+    def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; False if it is not loaded.
 
         Running requests keep it until they end; then it is unloaded as soon as its place is needed.
         """
-        if lora_int_id not in self.listed():
+        if lora_id not in self.list_loras():
             return False
-        self.pinned.discard(lora_int_id)
-        if lora_int_id in busy:
-            self._leaving.add(lora_int_id)
-            self._loaded.move_to_end(lora_int_id, last=False)
+        self.pinned.discard(lora_id)
+        if lora_id in busy_adapters(self._running()):
+            self._leaving.add(lora_id)
+            self._loaded.move_to_end(lora_id, last=False)
         else:
-            self._unload(lora_int_id)
+            self._unload(lora_id)
         return True
 
-    def digests(self) -> dict[str, str]:
-        """Return name -> digest of the content of the loaded adapters."""
-        return {adapter.name: adapter.digest for adapter in self._loaded.values()}
-
-    def listed(self) -> list[int]:
+    def list_loras(self) -> list[int]:
+        """Return the ids of the loaded adapters."""
         return [lora_int_id for lora_int_id in self._loaded if lora_int_id not in self._leaving]
 
-    def pin(self, lora_int_id: int) -> bool:
+    def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter loaded whatever others need; False if it is not loaded.
 
         Raises `InvalidRequestError` for the last place: other adapters could never run again.
         """
-        if lora_int_id not in self.listed():
+        if lora_id not in self.list_loras():
             return False
-        if len(self.pinned | {lora_int_id}) >= self.max_loras:
+        if len(self.pinned | {lora_id}) >= self.max_loras:
             raise InvalidRequestError(
                 f"at most {self.max_loras - 1} of {self.max_loras} adapters can be pinned",
                 status=409,
             )
-        self.pinned.add(lora_int_id)
+        self.pinned.add(lora_id)
         return True
 
 
 def _refusal(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="lora_request")
-
-
-class LoraCalls:
-    """The utility calls `add_lora`, `remove_lora`, `list_loras` and `pin_lora`."""
-
-    def __init__(self, table: AdapterTable, running: Callable[[], Sequence[Request]]) -> None:
-        """`running` returns the running requests."""
-        self._table = table
-        self._running = running
-
-    @property
-    def calls(self) -> tuple[Callable[..., Any], ...]:
-        return self.add_lora, self.remove_lora, self.list_loras, self.pin_lora
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. Raises `InvalidRequestError` if that is not possible."""
-        self._table.add(lora_request, busy_adapters(self._running()))
-        return True
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; False if it is not loaded."""
-        return self._table.remove(lora_id, busy_adapters(self._running()))
-
-    def list_loras(self) -> list[int]:
-        """Return the ids of the loaded adapters."""
-        return self._table.listed()
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded, even if others need its place; False if it is not loaded."""
-        return self._table.pin(lora_id)

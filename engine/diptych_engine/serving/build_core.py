@@ -25,7 +25,6 @@ from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.handoff.block_files import BlockFiles
 from diptych_engine.handoff.block_store import BlockStore
 from diptych_engine.handoff.kept_blocks import KeptBlocks, KeptFiles
-from diptych_engine.lora.table import LoraCalls
 from diptych_engine.models.loader import weights_stamp
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
@@ -265,10 +264,9 @@ def build_core(
         core.watched[store.wake_fd] = store.handle_events
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
-    loras = LoraCalls(core.adapters, lambda: core.scheduler.now_running)
     for adapter in numbered(config.lora_modules):
-        loras.add_lora(adapter)
+        core.adapters.add_lora(adapter)
     controls = Controls(core)
     weights = WeightCalls(core, controls.forget_everything)
-    core.offer(*controls.calls, *loras.calls, *weights.calls)
+    core.offer(*controls.calls, *core.adapters.calls, *weights.calls)
     return core

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from diptych_engine.models.wire_arrays import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_protocol import Array, DiptychError, InvalidRequestError
+from diptych_protocol.errors import converted
 
 
 class WeightReceiver:
@@ -51,7 +51,7 @@ class WeightReceiver:
         Raises `InvalidRequestError` for an invalid address, `DiptychError` if the group does not
         become complete.
         """
-        address = _convert(init_info, TrainerAddress, "init_info")
+        address = converted(init_info, TrainerAddress, "init_info", "init_info")
         address.check()
         self._group = None
         self._group = WeightGroup.join(address, address.rank_offset + self._rank)
@@ -85,7 +85,7 @@ class WeightReceiver:
             )
             stream: Iterator[Tensor] = iter(values)
         else:
-            headers = _convert(update_info, TensorHeaders, "update_info")
+            headers = converted(update_info, TensorHeaders, "update_info", "update_info")
             stream = self._receive(headers)
         headers.check(len(names))
         family = self._family if is_checkpoint_format else None
@@ -149,10 +149,3 @@ def _places(
                 param="names",
             )
     return pieces
-
-
-def _convert(value: Any, kind: Any, param: str) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as exc:
-        raise InvalidRequestError(f"{param}: {exc}", param=param) from exc

@@ -14,7 +14,6 @@ from typing import TypeVar
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -38,11 +37,6 @@ def build_admin_app(keys_dir: Path, routes: Sequence[BaseRoute]) -> ASGIApp:
     app: ASGIApp = BodyReader(router, MAX_BODY_BYTES)
     app = AdminToken(app, keys_dir)
     return Boundary(app, on_answer=_count_nothing)
-
-
-def report(value: msgspec.Struct) -> Response:
-    """Return an answer 200 with the struct as JSON."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def body_of(request: Request, kind: type[T]) -> T:

@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_frontend.admin.calls import body_of, report
+from diptych_frontend.admin.calls import body_of
 from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.openai.responses import json_response
 from diptych_protocol import InvalidRequestError, UtilityError
 from diptych_protocol.control_calls import CONTROL_CALLS, ControlCall, Done
 
@@ -69,7 +70,7 @@ class ControlRoutes:
             call = body_of(request, kind)
             answer = await self._engine.control(call)
             shown = call.report(answer)
-            return await self._state(request) if shown is None else report(shown)
+            return await self._state(request) if shown is None else json_response(shown)
 
         if kind.READS:
             return Route(f"/admin/{kind.PATH}", self._state)
@@ -78,19 +79,19 @@ class ControlRoutes:
     async def _state(self, request: Request) -> Response:
         stats = await self._engine.refresh_stats()
         asleep = stats.paused or stats.sleep_level > 0
-        return report(ControlReport(stats.paused, asleep, stats.sleep_level))
+        return json_response(ControlReport(stats.paused, asleep, stats.sleep_level))
 
     async def reject_kv_transfer(self, request: Request) -> Response:
         """Free what is held for a request that somebody refused before admission."""
         refused = body_of(request, RejectKVTransfer)
         await self._engine.reject_kv_transfer(refused.request_id, refused.kv_transfer_params)
-        return report(Done())
+        return json_response(Done())
 
     async def scale_elastic_ep(self, request: Request) -> Response:
         """Change the number of cores, and answer when all of them serve."""
         wanted = body_of(request, Scale)
         await self._engine.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
-        return report(ScaleReport(len(self._engine.stats_by_engine())))
+        return json_response(ScaleReport(len(self._engine.stats_by_engine())))
 
 
 def refusable(act: Handler) -> Handler:

@@ -22,9 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from diptych_frontend.admin.calls import body_of, report
+from diptych_frontend.admin.calls import body_of
 from diptych_frontend.admin.control import refusable
 from diptych_frontend.core_client.weights import CoreWeights
+from diptych_frontend.openai.responses import json_response
 from diptych_protocol import (
     InvalidRequestError,
     LoRARequest,
@@ -83,15 +84,15 @@ class WeightRoutes:
         return self._adapters()
 
     def _adapters(self) -> Response:
-        return report(AdapterReport(list(self._engine.adapters.values())))
+        return json_response(AdapterReport(list(self._engine.adapters.values())))
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
         wanted = body_of(request, WeightTransferInitRequest)
         await self._engine.init_weight_transfer_engine(wanted)
-        return report(Done())
+        return json_response(Done())
 
     async def update_weights(self, request: Request) -> Response:
         wanted = body_of(request, Update)
         announced = WeightTransferUpdateRequest(wanted.names, update_info=wanted.update_info)
         await self._engine.update_weights(announced)
-        return report(Done())
+        return json_response(Done())

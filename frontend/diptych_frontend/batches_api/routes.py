@@ -14,7 +14,7 @@ from diptych_frontend.batches_api.api_types import BatchRequest, FileDeleted
 from diptych_frontend.batches_api.service import BatchService
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.exchange import decode_body, exchange_of
-from diptych_frontend.openai.responses import encode
+from diptych_frontend.openai.responses import json_response
 from diptych_protocol import InvalidRequestError, UnsupportedFeatureError
 
 FILES_PATH: Final = "/v1/files"
@@ -71,7 +71,7 @@ class BatchRoutes:
         """Upload a file, or list the client's files."""
         service = self._on
         if request.method == "POST":
-            return _json(await service.uploads.take(request))
+            return json_response(await service.uploads.take(request))
         query = _query(request, FileQuery, most=10_000)
         page = await service.disk.run(
             service.files.page,
@@ -81,15 +81,15 @@ class BatchRoutes:
             newest_first=query.order == "desc",
             purpose=query.purpose,
         )
-        return _json(page)
+        return json_response(page)
 
     async def file(self, request: Request) -> Response:
         """Describe a file, or delete it."""
         service, file_id = self._on, request.path_params["file_id"]
         if request.method == "DELETE":
             await service.disk.run(service.store.delete_file, _client(request), file_id)
-            return _json(FileDeleted(file_id))
-        return _json(await service.disk.run(service.files.get, _client(request), file_id))
+            return json_response(FileDeleted(file_id))
+        return json_response(await service.disk.run(service.files.get, _client(request), file_id))
 
     async def content(self, request: Request) -> Response:
         """Return the bytes of a file."""
@@ -108,24 +108,24 @@ class BatchRoutes:
             body = decode_body(request.scope, exchange_of(request.scope).body, self._decoder)
             made = await service.disk.run(service.store.create, client, body)
             service.look()
-            return _json(made)
+            return json_response(made)
         query = _query(request, BatchQuery, most=100)
         page = await service.disk.run(
             service.store.page, client, after=query.after, limit=query.limit
         )
-        return _json(page)
+        return json_response(page)
 
     async def batch(self, request: Request) -> Response:
         """Return a batch."""
         service, batch_id = self._on, request.path_params["batch_id"]
-        return _json(await service.disk.run(service.store.get, _client(request), batch_id))
+        return json_response(await service.disk.run(service.store.get, _client(request), batch_id))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a batch; it keeps the answers that it has."""
         service, batch_id = self._on, request.path_params["batch_id"]
         batch = await service.disk.run(service.store.cancel, _client(request), batch_id)
         service.look()
-        return _json(batch)
+        return json_response(batch)
 
 
 async def _pieces(service: BatchService, file: BinaryIO) -> AsyncIterator[bytes]:
@@ -149,7 +149,3 @@ def _query(request: Request, kind: type[Q], most: int) -> Q:
     if not 1 <= query.limit <= most:  # type: ignore[attr-defined]
         raise InvalidRequestError(f"limit must be between 1 and {most}", param="limit")
     return query
-
-
-def _json(value: object) -> Response:
-    return Response(encode(value), media_type="application/json")

@@ -19,12 +19,12 @@ from diptych_frontend.model_files.model_source import resolve_model
 from diptych_protocol import (
     UNREADABLE,
     EngineConfig,
-    InvalidRequestError,
     KVTransferConfig,
     SpeculativeConfig,
     UsageContext,
 )
 from diptych_protocol.command_line import option
+from diptych_protocol.errors import converted
 from diptych_protocol.field_ranges import descriptions
 
 OUR_NAMES: Final = {
@@ -76,7 +76,8 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
             if value is not None:
                 values[ours] = value
         if isinstance(values["speculative_config"], dict):  # as vLLM takes it
-            values["speculative_config"] = _guesses(values["speculative_config"])
+            name = "speculative_config"
+            values[name] = converted(values[name], SpeculativeConfig, name, name)
         config = EngineConfig(**values)
         config.check()
         return config
@@ -108,13 +109,6 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
         are ignored."""
         given = vars(args)
         return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
-
-
-def _guesses(given: dict[str, Any]) -> SpeculativeConfig:
-    try:
-        return msgspec.convert(given, SpeculativeConfig)
-    except UNREADABLE as exc:
-        raise InvalidRequestError(f"speculative_config: {exc}", param="speculative_config") from exc
 
 
 def _loosely(text: str) -> Any:

@@ -14,6 +14,7 @@ import msgspec
 
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_protocol import InvalidRequestError
+from diptych_protocol.errors import converted
 
 FULL: Final = "full_attention"
 WINDOWED: Final = "sliding_attention"
@@ -96,10 +97,7 @@ def layers_from_hf(
     raw: Mapping[str, Any], family: FamilySpec, layers: int, head_dim: int, hidden_size: int
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that describe layers."""
-    try:
-        keys = msgspec.convert(raw, HFLayerKeys)
-    except msgspec.ValidationError as exc:
-        raise InvalidRequestError(f"model configuration: {exc}", param="model") from exc
+    keys = converted(raw, HFLayerKeys, "model configuration", "model")
     keys.refuse_others(family)
     rope, local = rope_from_hf(raw), rope_from_hf(raw, WINDOWED)
     rotated = rope.get("partial_rotary_factor", keys.partial_rotary_factor)

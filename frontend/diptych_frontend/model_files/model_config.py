@@ -29,6 +29,7 @@ from diptych_frontend.model_files.rope_scaling import (
 )
 from diptych_frontend.model_files.vision_config import VisionConfig, vision_from_hf
 from diptych_protocol import UNREADABLE, InvalidRequestError
+from diptych_protocol.errors import converted
 
 T = TypeVar("T")
 
@@ -472,10 +473,7 @@ def _head_dim(hidden_size: int, num_heads: int) -> int:
 
 
 def _convert(fields: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
-    try:
-        return msgspec.convert(fields, kind, strict=strict)
-    except msgspec.ValidationError as exc:
-        raise InvalidRequestError(f"model configuration: {exc}", param="model") from exc
+    return converted(fields, kind, "model configuration", "model", strict=strict)
 
 
 def _checked(config: ModelConfig) -> ModelConfig:

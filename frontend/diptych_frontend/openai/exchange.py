@@ -386,15 +386,11 @@ def recorded(send: Send, exchange: Exchange) -> Send:
 
 
 async def send_bytes(
-    send: Send,
-    status: int,
-    body: bytes,
-    headers: list[tuple[bytes, bytes]],
-    content_type: bytes = b"application/json",
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
 ) -> None:
-    """Send a whole answer at once."""
+    """Send a whole answer, which is JSON, at once."""
     headers = [
-        (b"content-type", content_type),
+        (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         *headers,
     ]

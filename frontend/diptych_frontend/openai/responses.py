@@ -7,12 +7,13 @@ there, as null if necessary, because clients of the OpenAI API expect them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.responses import Response
 
 from diptych_frontend.openai.api_types import StreamOptions
 from diptych_frontend.openai.errors import Dialect
@@ -20,6 +21,13 @@ from diptych_protocol import UNSAID, Logprob, RequestOutput, SamplingDefaults
 from diptych_protocol.outputs import LEAST_LOGPROB
 
 encode = msgspec.json.Encoder().encode
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(encode(value), status, headers, media_type="application/json")
+
 
 SSE = b"data: %b\n\n"
 SSE_DONE = b"data: [DONE]\n\n"

@@ -13,7 +13,7 @@ from starlette.types import Scope
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.openai.generation import Sound
-from diptych_frontend.openai.responses import AnswerWriter, encode
+from diptych_frontend.openai.responses import AnswerWriter, json_response
 from diptych_frontend.responses_api.answers import Keep, ResponsesWriter, new_response
 from diptych_frontend.responses_api.answers import Response as ResponseBody
 from diptych_frontend.responses_api.api_types import Item, Message, ResponsesRequest, as_items
@@ -96,8 +96,8 @@ class StoredResponses:
         if request.query_params.get("stream") == "true":
             raise InvalidRequestError("a stored response is not streamed", param="stream")
         if request.method == "DELETE" and self._store.delete(tenant, response_id):
-            body = encode({"id": response_id, "object": "response", "deleted": True})
-            return Response(body, media_type="application/json")
+            deleted = {"id": response_id, "object": "response", "deleted": True}
+            return json_response(deleted)
         kept = self._store.get(tenant, response_id)
         if kept is None:
             raise _not_there(response_id)
@@ -111,7 +111,7 @@ class StoredResponses:
         if kept is None:
             raise _not_there(response_id)
         page = page_of(response_id, kept.items[: kept.num_input], request.query_params)
-        return Response(encode(page), media_type="application/json")
+        return json_response(page)
 
 
 def _not_there(response_id: str) -> InvalidRequestError:

@@ -24,9 +24,9 @@ from diptych_router.choosing.policy import (
     Draw,
     Policy,
     PoolView,
+    Priced,
     RequestView,
     choose,
-    successor,
 )
 from diptych_router.engines.engine_table import EngineRow, EngineTable, Floats, Role
 from diptych_router.engines.known_prefixes import (
@@ -44,8 +44,6 @@ Tokens = dict[Role, Floats]
 
 
 class _Remembered(NamedTuple):
-    """What engines have of a prompt."""
-
     cached: Tokens
     """Including what was sent there a moment ago."""
     held: Sequence[Leading] = ()
@@ -68,8 +66,6 @@ class FleetTable:
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
         self._rows: dict[str, EngineRow] = {}
-        self._keys: dict[int, str] = {}
-        """By the engines' places."""
         self._fingerprints: dict[str, float] = {}
         self._numbers = count()
         self._sharers: NDArray[np.intp] | None = None
@@ -82,7 +78,6 @@ class FleetTable:
         place = self.known.place(key)
         row = self._rows[key] = self.tables[role].add(key, place)
         self.pairs.add(sends=role == "prefill")
-        self._keys[place] = key
         self._find_sharers()
         return row
 
@@ -213,8 +208,12 @@ class FleetTable:
         lenders = self._lenders().get(fingerprint, 0)
         having = [engines for tokens, engines in held if tokens == decision.fetch_tokens]
         bits = reduce(or_, having, 0) & lenders
-        places = members(bits, self.known.num_places).nonzero()[0].tolist()
-        holders = [self._keys[place] for place in places]
+        holding = members(bits, self.known.num_places)
+        holders = [
+            table.rows[at].key
+            for table in self.tables.values()
+            for at in holding[table.places].nonzero()[0].tolist()
+        ]
         if len(holders) > 1:
             holders = self.nearest(taker, holders)
         return holders[self._draw(len(holders))] if holders else None
@@ -235,10 +234,12 @@ class FleetTable:
         barred = np.full(len(table), TOO_MUCH)
         for key in usable:
             barred[self._rows[key].at] = 0.0
-        number = self._fingerprints.get(fingerprint, -1.0)
         nothing = np.zeros(len(table))
         engines = PoolView(table, barred, nothing, nothing, nothing, now)
-        return successor(self._policy, engines, number, self._draw)
+        priced = Priced(self._policy, RequestView(), self._draw, "decode", engines)
+        number = self._fingerprints.get(fingerprint, -1.0)
+        chosen = priced.best(table.column["fingerprint"] == number)
+        return None if chosen is None else table.rows[chosen].key
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         row = self._rows.get(decision.prefill or decision.decode)

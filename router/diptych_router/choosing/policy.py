@@ -237,8 +237,8 @@ def choose(
     prefill: PoolView,
     decode: PoolView,
     draw: Draw,
-    disaggregate: Disaggregate = "auto",
-    pairs: PairRates | None = None,
+    disaggregate: Disaggregate,
+    pairs: PairRates,
 ) -> Decision | None:
     """Return the engines for a new attempt; None if there are none now.
 
@@ -265,15 +265,7 @@ def choose(
     return _one(alone, at, f"cheaper than a hand-off: {ALONE}", weighed)
 
 
-def successor(policy: Policy, decode: PoolView, fingerprint: float, draw: Draw) -> str | None:
-    """Return the decode engine that should take over KV of this fingerprint; None if none can."""
-    priced = Priced(policy, RequestView(), draw, "decode", decode)
-    chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
-    return None if chosen is None else decode.table.rows[chosen].key
-
-
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The terms of a pair."""
     both = {**one, **other}
     for name in one:
         if name in other:
@@ -282,18 +274,14 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 def _pick_pair(
-    price: _Price, prefill: PoolView, decode: PoolView, pairs: PairRates | None
+    price: _Price, prefill: PoolView, decode: PoolView, pairs: PairRates
 ) -> tuple[_Picked, _Picked] | None:
     """The cheapest pair among the engines that fit together."""
     if not prefill.table.rows:
         return None
     first, second = price("prefill", prefill), price("decode", decode)
     ways = None
-    if (
-        pairs is not None
-        and (pairs.learned or pairs.placed)
-        and (lacking := second.lacking) is not None
-    ):
+    if (pairs.learned or pairs.placed) and (lacking := second.lacking) is not None:
         ways = pairs.ways(lacking, decode.table.column["trip_token_s"])
     best = _best_pair(first, second, ways)
     if best is None:

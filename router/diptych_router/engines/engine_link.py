@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -32,6 +33,7 @@ from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import ROLES, EngineRow, Role
+from diptych_router.engines.health_book import Breaker
 from diptych_router.engines.liveness import Liveness
 from diptych_router.engines.pair_rates import NOWHERE, Location
 
@@ -112,6 +114,8 @@ class EngineLink:
         self.row = row
         """Its numbers in the table of its pool."""
         self.charge = row.charge
+        self.breaker = Breaker(time.monotonic())
+        """It outlasts restarts at this address."""
         self.kept_out = False
         """Its breaker is open; see `keep_out`."""
         self._on_news = on_news
@@ -147,11 +151,8 @@ class EngineLink:
     @property
     def open_to_work(self) -> bool:
         """Whether it is up, and neither discovery nor the engine itself excludes it."""
-        return (
-            self.listed
-            and self.description is not None
-            and not (self.stats.draining or self.stats.paused)
-        )
+        stats = self.stats
+        return self.listed and self.description is not None and not (stats.draining or stats.paused)
 
     @property
     def withdrawn(self) -> bool:
@@ -180,8 +181,7 @@ class EngineLink:
 
     def give(self, role: Role) -> None:
         """Ask the engine to tell all routers that it has this role now."""
-        with contextlib.suppress(NotConnectedError, ClientClosedError):
-            self.client.tell(FOLLOW_HEARTBEAT, self._router, role)
+        self._tell(FOLLOW_HEARTBEAT, self._router, role)
 
     def turn(self, role: Role) -> None:
         """Treat it as one of another role. Its connection and its requests stay."""
@@ -225,21 +225,21 @@ class EngineLink:
 
     def announce(self, request: EngineCoreRequest) -> None:
         """Announce a request. An engine that misses it, or does not support it, works without."""
-        try:
-            self.client.tell("announce_kv_transfer", request)
-        except (NotConnectedError, ClientClosedError) as exc:
-            log.debug("request %s is not announced: %s", request.request_id, exc)
+        self._tell("announce_kv_transfer", request)
 
     def follow_prefixes(self) -> None:
         """Ask the engine to report its cached blocks, now and at each change. An engine that does
         not know this call does not answer, and is not asked again."""
-        with contextlib.suppress(NotConnectedError, ClientClosedError):
-            self.client.tell(FOLLOW_PREFIXES)
+        self._tell(FOLLOW_PREFIXES)
 
     def doubt_kv(self, why: str) -> None:
         """Have the engine use nothing that it remembers now."""
+        self._tell(DOUBT_KV, why)
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Make a call that nobody need answer, unless the engine is gone."""
         with contextlib.suppress(NotConnectedError, ClientClosedError):
-            self.client.tell(DOUBT_KV, why)
+            self.client.tell(method, *args)
 
     async def complete(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
         """Run a request of the router's own to its end, and return all outputs.
@@ -333,8 +333,7 @@ class EngineLink:
         judge whether it hangs."""
         self._liveness = Liveness()
         self._refresh_row()
-        with contextlib.suppress(NotConnectedError, ClientClosedError):
-            self.client.tell(FOLLOW_HEARTBEAT, self._router)
+        self._tell(FOLLOW_HEARTBEAT, self._router)
         wait_s = STATS_INTERVAL_S
         while not await self._lost_within(wait_s):
             now = time.monotonic()
@@ -399,7 +398,7 @@ class EngineLink:
 
     def _take_stats(self, stats: SchedulerStats, num_received: int) -> None:
         # An answer may be older than what the engine said unasked. None ceases to drain.
-        self._liveness.told(stats)
+        self._liveness.heard(stats)
         if self.silent:
             self._judge(time.monotonic())
         former, self.stats = self.stats, stats

@@ -234,8 +234,6 @@ class Eligibility(NamedTuple):
 
 
 class _Unheard(NamedTuple):
-    """A request given to an engine."""
-
     number: int
     """Which one it is of those sent there."""
     seconds: float
@@ -281,6 +279,14 @@ class EngineRow:
         self.table = table
         self.at = -1
         self._rates = _unlearned(OWN_PRIOR_S)
+        self.routers = 1, 0
+        """Its last word of how many routers there are, and which one of them this is."""
+        self.num_planned = 0
+        """Requests that are to decode here, once another engine has computed their prompts."""
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """What a process that answers there has told and been given: nothing yet."""
         self.adapters = LoadedAdapters()
         self._last: SchedulerStats | None = None
         self._last_move = 0
@@ -291,10 +297,6 @@ class EngineRow:
         """Requests given to it that no report has counted yet."""
         self._num_received = self._num_of_all = 0
         """Requests that the engine had from this router, and from all, by its last word."""
-        self.routers = 1, 0
-        """Its last word of how many routers there are, and which one of them this is."""
-        self.num_planned = 0
-        """Requests that are to decode here, once another engine has computed their prompts."""
 
     def __getitem__(self, name: str) -> float:
         return float(self.table.column[name][self.at])
@@ -346,12 +348,8 @@ class EngineRow:
 
     def restarted(self) -> None:
         """Record that another process answers there, whose totals begin at zero."""
-        self._last = None
-        self._last_move = 0
-        self.num_sent = self._num_received = self._num_of_all = 0
-        self._unheard.clear()
+        self._begin_anew()
         self["unheard_s"] = 0.0
-        self.adapters = LoadedAdapters()
 
     def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
         """Apply the engine's report. It includes this many of the requests sent to it."""

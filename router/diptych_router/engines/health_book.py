@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from diptych_protocol import SchedulerStats
@@ -106,8 +106,13 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         self._times_opened += 1
-        doublings = min(self._times_opened - 1, 16)
-        self.state, self._until = State.OPEN, now + min(FIRST_OPEN_S * 2**doublings, LONGEST_OPEN_S)
+        self.state = State.OPEN
+        self._until = now + back_off_s(self._times_opened, FIRST_OPEN_S, LONGEST_OPEN_S)
+
+
+def back_off_s(times: int, first_s: float, longest_s: float) -> float:
+    """Return how long to wait after so many failures in a row: each time twice as long."""
+    return min(longest_s, first_s * 2.0 ** min(times - 1, 16))
 
 
 MOST_OUT: Final = 0.5
@@ -117,46 +122,12 @@ threshold, which has the same default ("Panic threshold" in Envoy's documentatio
 balancing)."""
 
 
-class HealthBook:
-    """Health by the keys of engines, so that a restart at the same address does not clear it."""
-
-    def __init__(self) -> None:
-        self.engines: dict[str, Breaker] = {}
-
-    def add(self, key: str, now: float) -> None:
-        self.engines[key] = Breaker(now)
-
-    def forget(self, key: str) -> None:
-        self.engines.pop(key, None)
-
-    def went_well(self, keys: Iterable[str], now: float) -> None:
-        """Record that engines have done their parts of a request; unknown ones are ignored."""
-        for key in keys:
-            breaker = self.engines.get(key)
-            if breaker is not None:
-                breaker.well(now)
-
-    def went_badly(self, key: str, failure: Failure, now: float) -> bool:
-        """Record a failure. True if that opens the engine's breaker: see `left_out` then."""
-        breaker = self.engines.get(key)
-        if breaker is None:
-            return False
-        breaker.failures[failure] += 1
-        return breaker.badly(now)
-
-    def canaries_due(self, keys: Collection[str], now: float) -> list[str]:
-        """Return those of these engines to try now; report each to `Breaker.canary_ended`."""
-        return [
-            key for key, breaker in self.engines.items() if key in keys and breaker.canary_due(now)
-        ]
-
-    def left_out(self, pool: Sequence[str]) -> list[str]:
-        """Return the engines that get no requests while others of their pool can take them. pool:
-        the keys of its usable engines."""
-        known = ((key, self.engines[key]) for key in pool if key in self.engines)
-        open_now = [(key, breaker) for key, breaker in known if breaker.state is not State.CLOSED]
-        open_now.sort(key=lambda one: one[1].badness(), reverse=True)
-        return [key for key, _ in open_now[: int(MOST_OUT * len(pool))]]
+def left_out(pool: Mapping[str, Breaker]) -> list[str]:
+    """Return the engines that get no requests while others of their pool can take them. pool: its
+    usable engines, by their keys."""
+    open_now = [(key, each) for key, each in pool.items() if each.state is not State.CLOSED]
+    open_now.sort(key=lambda one: one[1].badness(), reverse=True)
+    return [key for key, _ in open_now[: int(MOST_OUT * len(pool))]]
 
 
 REMEMBERED_S: Final = 1.0

@@ -6,7 +6,6 @@ import math
 from typing import Final
 
 from diptych_frontend.core_client.heartbeat_timer import Pulse, stood_still_s
-from diptych_protocol import SchedulerStats
 from diptych_protocol.wire import Heartbeat
 
 GRACE_S: Final = 1.0
@@ -20,7 +19,7 @@ HANGS_S: Final = 4.0
 """An engine that has been silent for this long after a missed heartbeat hangs."""
 
 
-class Liveness:
+class Liveness(Pulse):
     """What is known of one engine, from the moment that it answers.
 
     Every heartbeat promises when the next one comes. A late one may still be on its way, so the
@@ -29,6 +28,7 @@ class Liveness:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.silent = False
         """It may hang, as `judge` found last."""
         self.sends_heartbeats = False
@@ -40,13 +40,6 @@ class Liveness:
         self._due = math.inf
         self._missed_at: float | None = None
         self._next_look = math.inf
-        self._pulse = Pulse()
-
-    def asked(self, now: float) -> None:
-        self._pulse.asked(now)
-
-    def told(self, stats: SchedulerStats) -> None:
-        self._pulse.heard(stats)
 
     def beat(self, heartbeat: Heartbeat, now: float) -> bool:
         """Record a heartbeat. Returns whether the engine should be judged now."""
@@ -56,13 +49,13 @@ class Liveness:
         self.sends_heartbeats, self.overdue, self._missed_at = True, False, None
         self._due = now + promised
         was_in_call, self.in_call = self.in_call, heartbeat.in_call
-        self._pulse.asked(now)
+        self.asked(now)
         return self.silent or was_in_call or self.in_call
 
     def look(self, now: float) -> float:
         """Look whether a heartbeat is overdue. Returns the seconds until the next look."""
         stood_still = stood_still_s(self._next_look, now)
-        self._pulse.excuse_seconds(stood_still, now)
+        self.excuse_seconds(stood_still, now)
         if now < self._due:
             self._next_look = self._due
         elif self._missed_at is None or (stood_still and not self.overdue):
@@ -75,7 +68,7 @@ class Liveness:
 
     def judge(self, now: float) -> str:
         """Find whether it is silent. Returns what has changed, in words; empty if nothing has."""
-        stuck = self._pulse.doubtful_s(now) > SILENT_S
+        stuck = self.doubtful_s(now) > SILENT_S
         was_silent, self.silent = self.silent, self.overdue or stuck
         if self.silent == was_silent:
             return ""

@@ -224,7 +224,6 @@ class PairRates:
             self._estimate(_ALL, _ALL, trips)
 
     def _estimate(self, receivers: slice, senders: slice, trips: Floats) -> None:
-        """The rates to some receivers from some senders."""
         trip_s, token_s = trips[:, receivers, np.newaxis]
         near = self.near[receivers, senders]
         expected = _shrunk(self._moved_by_nearness.take(near, 1), trip_s, token_s)

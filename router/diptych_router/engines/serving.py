@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from diptych_frontend.openai.mounted import read
 from diptych_protocol import UNREADABLE
 from diptych_protocol.admin import TrialReport
 
@@ -86,8 +87,7 @@ class ServingFile:
             return False
         before, complaint = self.serving, ""
         try:
-            with self._path.open("rb") as file:  # one that is cut off is no JSON
-                self.serving = msgspec.json.decode(file.read(MAX_BYTES), type=Serving)
+            self.serving = msgspec.json.decode(read(self._path, MAX_BYTES), type=Serving)
         except FileNotFoundError:
             self.serving = Serving()
         except (OSError, *UNREADABLE) as exc:

@@ -76,7 +76,6 @@ def add_door(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of `RouterSettings`."""
     types, meanings = get_type_hints(RouterSettings), descriptions(RouterSettings)
     group = parser.add_argument_group("settings, which win over those of --config")
     for field in msgspec.structs.fields(RouterSettings):

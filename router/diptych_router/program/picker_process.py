@@ -59,9 +59,12 @@ def bracketed(host: str) -> str:
 
 
 @asynccontextmanager
-async def picking(client: PoolClient, own: str, host: str, port: int) -> AsyncIterator[None]:
-    """Answer gateways at this address while the block lasts. own: where they reach this router's
-    API. Exits with a message if the port is not free."""
+async def picking(client: PoolClient, own: str, host: str, port: int | None) -> AsyncIterator[None]:
+    """Answer gateways at this address while the block lasts, if there is a port. own: where they
+    reach this router's API. Exits with a message if the port is not free."""
+    if port is None:
+        yield
+        return
     picker = _Picker(client, own, host, port)
     if not await picker.start():
         raise SystemExit("the endpoint picker does not start")

@@ -77,7 +77,16 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     explanations = Explanations(
         client.table.records, client.name_of, policy=config.policy, disaggregate=config.disaggregate
     )
-    page = _page(client, explanations) if config.ui else None
+    page = None
+    if config.ui:
+        page = Page(
+            partial(panels_now, client),
+            explanations.explanation,
+            model=client.model_name,
+            images=lambda: client.takes_images,
+            leaving=lambda: client.leaving,
+            control=read_control(),
+        )
     batches = _batches(config, args, client, metrics, keys)
     quotas = _quotas(args, client, metrics, keys)
     app = build_app(
@@ -96,7 +105,10 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     if client.pools.refused_settings:
         log.error("%s", client.why_not_ready())
     client.start()
-    _collect_rarely()
+    # Requests leave no cycles, so the collector would mostly look in vain, at what is here for good
+    # above all: tokenizer, templates, modules.
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
     followed = [held for held in (keys, certificate, quotas) if held is not None]
     following = asyncio.create_task(follow(*followed))
     try:
@@ -159,24 +171,6 @@ def start_router_tracer(config: RouterConfig) -> RouterTracer | None:
     from diptych_router.telling.router_tracer import RouterTracer  # needs OpenTelemetry
 
     return RouterTracer(sender, model_name=config.name, instance=socket.gethostname())
-
-
-def _page(client: PoolClient, explanations: Explanations) -> Page:
-    return Page(
-        partial(panels_now, client),
-        explanations.explanation,
-        model=client.model_name,
-        images=lambda: client.takes_images,
-        leaving=lambda: client.leaving,
-        control=read_control(),
-    )
-
-
-def _collect_rarely() -> None:
-    """Requests leave no cycles, so the collector would mostly look in vain, at what is here for
-    good above all: tokenizer, templates, modules."""
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
 
 
 def _build_pool_client(

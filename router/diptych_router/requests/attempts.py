@@ -79,24 +79,14 @@ class Attempts:
         if routed.original.deadline_ms is None:
             return self.begin(routed, now)
         decision = self._fleet.choose(routed.view)
-        refusal = self._refusal(routed, decision, now)
-        if refusal is not None:
-            return self._end_with(routed, "refused", refusal, now)
-        return self.begin(routed, now, decision=decision)
-
-    def _refusal(
-        self, routed: RoutedRequest, decision: Decision | None, now: float
-    ) -> EngineOverloadedError | None:
-        """Why a new request is not taken on; None: it is."""
         first = None if decision is None else self._fleet.first_token(routed.view, decision)
-        if decision is None or first is None:
-            return None  # nothing is known: it may be served in time
-        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decision.decode
-        routed.record.pool = "prefill" if decision.prefill else "decode"
-        refusal = self._promises.refusal(routed.record, first, now)
-        if refusal is not None:
-            log.info("request %s is refused: %s", routed.request_id, refusal)
-        return refusal
+        if decision is not None and first is not None:  # else it may be served in time
+            routed.record.pool = "prefill" if decision.prefill else "decode"
+            refusal = self._promises.refusal(routed.record, first, now)
+            if refusal is not None:
+                log.info("request %s is refused: %s", routed.request_id, refusal)
+                return self._end_with(routed, "refused", refusal, now)
+        return self.begin(routed, now, decision=decision)
 
     def begin(
         self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
@@ -140,9 +130,11 @@ class Attempts:
     ) -> list[Action]:
         """Start an attempt at these engines, which may be one and the same."""
         number = routed.record.num_attempts + 1
-        routed.patience_s = patience_s(decision.terms, routed.prompt_tokens, self._first_token_s)
+        routed.patience_s = patience_s(
+            decision.terms, routed.record.prompt_tokens, self._first_token_s
+        )
         if number == 1:
-            routed.account.served += routed.prompt_tokens
+            routed.account.served += routed.record.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
         source = self._source_of(decision, prefill)
@@ -168,12 +160,10 @@ class Attempts:
     def _source_of(self, decision: Decision, computing: EngineAccount) -> KVTransferParams | None:
         """Who the engine that computes the prompt may ask for a prefix; None: nobody. The router
         has no part in what follows: the two engines make the lease between them."""
-        if decision.fetch is None or decision.fetch_tokens <= 0:
-            return None
-        holder = self._fleet.get(decision.fetch)
+        holder = None if decision.fetch is None else self._fleet.get(decision.fetch)
         if holder is None or holder is computing or holder.fingerprint != computing.fingerprint:
             return None
-        if holder.lends is None:
+        if holder.lends is None or decision.fetch_tokens <= 0:
             return None
         return msgspec.structs.replace(holder.lends, remote_num_tokens=decision.fetch_tokens)
 

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from diptych_frontend.fair_share import FairShare
@@ -19,6 +20,7 @@ MAX_PLACED = 256
 """Limit on the requests that one tenant may have at the engines, for each engine that decodes,
 while other tenants have requests too. It is a few times what an engine computes at once, and a
 fraction of what an engine lets wait."""
+_urgency = attrgetter("urgency")
 CREDIT = 4096
 """Number of tokens by which a tenant that comes back may be behind the tenants that wait."""
 
@@ -70,7 +72,7 @@ class Placements:
         """Charge a request to an engine, and to the engine that is planned to take it over."""
         self._num_placed[routed.account.tenant] += 1
         self.leave(routed)
-        tokens = routed.prompt_tokens + len(routed.generated)
+        tokens = routed.record.prompt_tokens + len(routed.generated)
         self.charges[routed.request_id] = Charge(tokens, engine, planned)
         engine.charge(tokens)
         if planned is not None:
@@ -194,10 +196,6 @@ class HeldRequests:
     def overdue(self, now: float) -> list[RoutedRequest]:
         """Return the requests whose time is up."""
         return [r for r in self if r.hold_until is not None and r.hold_until <= now]
-
-
-def _urgency(routed: RoutedRequest) -> tuple[int, float]:
-    return routed.urgency
 
 
 @dataclass(slots=True)

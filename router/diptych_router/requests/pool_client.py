@@ -287,7 +287,6 @@ class PoolClient(AsyncEngine, WithoutControl):
             self._send_spans(self.router_tracer)
 
     def _send_spans(self, tracer: Tracer) -> None:
-        """Send the spans of the requests that have ended since the last call."""
         for record in self.table.records.take_traced():
             tracer.send(record)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from diptych_frontend.observability.metrics import Times
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.first_token import FirstToken
@@ -107,7 +107,6 @@ class TokenTimes:
         self._next = self.total + self._stride
 
     def _thin_out(self) -> None:
-        """Forget every second mark."""
         times, counts = self.marks[::4], self.marks[1::4]
         self.marks = array("d")
         for mark in zip(times, counts, strict=True):
@@ -236,6 +235,7 @@ class RequestRecord:
     tenant: str
     prompt_tokens: int
     prefill_only: bool
+    """Whether its prompt is pooled, so that nothing is decoded."""
     began_s: float
     trace: Trace | None = None
     """None if nobody wants spans, or they have been sent."""
@@ -326,25 +326,13 @@ class RequestRecord:
 BOUNDS: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
-class Ratios:
-    """Counts of ratios, by the lowest of `BOUNDS` that is at least as large."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS) + 1)
-        self.sum = 0.0
-
-    def saw(self, ratio: float) -> None:
-        self.counts[bisect_left(BOUNDS, ratio)] += 1
-        self.sum += ratio
-
-
 class Predictions:
     """How well the predictions of one router came true: real seconds divided by predicted ones."""
 
     def __init__(self) -> None:
-        self.first_token: dict[Role, Ratios] = {role: Ratios() for role in ROLES}
+        self.first_token: dict[Role, Times] = {role: Times(BOUNDS) for role in ROLES}
         """By the pool that computed the prompt."""
-        self.hand_off = Ratios()
+        self.hand_off = Times(BOUNDS)
 
     def saw_word(self, record: RequestRecord) -> None:
         """Record the first output of a request's newest placement."""
@@ -361,4 +349,4 @@ class Predictions:
             case _:
                 return
         if expected_s and real_s is not None:
-            ratios.saw(real_s / expected_s)
+            ratios.observe(real_s / expected_s)

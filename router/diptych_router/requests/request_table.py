@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diptych_protocol import (
@@ -43,7 +43,6 @@ from diptych_protocol import (
     FinishReason,
 )
 from diptych_protocol.wire import FINISH_REASON_STRINGS, REVISION_HEADER
-from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
 from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.engines.serving import RevisionShare
@@ -302,8 +301,7 @@ class RequestTable:
         actions: list[Action] = []
         why = f"engine {self._name_of(engine)} hangs"
         for routed in self._placements.at(engine):
-            decision = self._fleet.choose(routed.view, routed.full)
-            if decision is None or not self._is_lively(decision):
+            if not self._can_go_elsewhere(routed, routed.full):
                 continue
             actions.append(Abort(engine, [routed.core_id]))
             actions += self._attempts.retry(routed, Setback.LOSS, why, now)
@@ -317,8 +315,7 @@ class RequestTable:
         for routed in self._placements.late(now):
             engine, routed.first_token_by = routed.engine, math.inf
             self._fleet.went_badly(engine, Failure.LATE)
-            decision = self._fleet.choose(routed.view, {*routed.avoided, engine})
-            if decision is None or not self._is_lively(decision):
+            if not self._can_go_elsewhere(routed, {*routed.avoided, engine}):
                 continue
             routed.suspects[engine] = None
             actions.append(Abort(engine, [routed.core_id]))
@@ -345,7 +342,7 @@ class RequestTable:
         stuck: set[tuple[bool, tuple[str, ...]]] = set()
         """Kinds of requests (`prefill_only`, and the revisions) that no engine can take."""
         for routed in self.held:
-            kind = routed.prefill_only, routed.record.revisions
+            kind = routed.record.prefill_only, routed.record.revisions
             if routed.crowded or kind in stuck:
                 continue
             if self._fleet.choose(routed.view) is None:
@@ -401,12 +398,14 @@ class RequestTable:
         return Setback.MOVE if link is not None and link.withdrawn else Setback.LOSS
 
     def _name_of(self, engine: str) -> str:
-        """How people know the engine of this key."""
         link = self._fleet.get(engine)
         return link.name if link is not None else engine
 
-    def _is_lively(self, decision: Decision) -> bool:
-        """None of its engines hangs."""
+    def _can_go_elsewhere(self, routed: RoutedRequest, avoided: Collection[str]) -> bool:
+        """Whether there are engines for it, of which none hangs."""
+        decision = self._fleet.choose(routed.view, avoided)
+        if decision is None:
+            return False
         keys = (decision.prefill, decision.decode)
         return all(self._fleet.may_begin_at(key) for key in keys if key)
 

@@ -76,9 +76,6 @@ class RoutedRequest:
     core_id: str = field(init=False)
     """The id for engines. Each placement has an id of its own, so that late outputs of an earlier
     placement are recognised, even from the same engine."""
-    prompt_tokens: int = field(init=False)
-    prefill_only: bool = field(init=False)
-    """Whether its prompt is pooled, so that nothing is decoded."""
     tokens_left: int = field(init=False)
     """How many tokens may still be generated."""
     generated: list[int] = field(default_factory=list)
@@ -127,11 +124,9 @@ class RoutedRequest:
         self.request_id = self.original.request_id
         self.core_id = f"{self.request_id}/{self.placements}"
         self.generated += self.original.generated_token_ids or ()
-        self.prompt_tokens = len(self.original.prompt_token_ids or ())
         params = self.original.sampling_params
-        self.prefill_only = self.original.pooling_params is not None
         wanted = None if params is None else params.max_tokens
-        room = self.max_model_len - self.prompt_tokens
+        room = self.max_model_len - self.record.prompt_tokens
         self.tokens_left = (room if wanted is None else min(room, wanted)) - len(self.generated)
 
     @property
@@ -143,7 +138,7 @@ class RoutedRequest:
     @property
     def decodes(self) -> bool:
         """Whether its engine is to generate all of its answer that is left."""
-        return self.stage is Stage.DECODE and not self.prefill_only
+        return self.stage is Stage.DECODE and not self.record.prefill_only
 
     @property
     def has_decoded(self) -> bool:
@@ -155,9 +150,9 @@ class RoutedRequest:
         """Return what a policy may know of it."""
         adapter, params = self.original.lora_request, self.original.sampling_params
         return RequestView(
-            self.prompt_tokens + len(self.generated),
-            0.0 if self.prefill_only else min(self.usual_output, self.tokens_left),
-            prefill_only=self.prefill_only,
+            self.record.prompt_tokens + len(self.generated),
+            0.0 if self.record.prefill_only else min(self.usual_output, self.tokens_left),
+            prefill_only=self.record.prefill_only,
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,
             tenant=self.original.tenant,
@@ -167,7 +162,7 @@ class RoutedRequest:
 
     def _keys(self, naming: BlockNaming) -> Keys:
         """The keys of the full blocks of its tokens but for the last, which is always computed."""
-        num_tokens = self.prompt_tokens + len(self.generated) - 1
+        num_tokens = self.record.prompt_tokens + len(self.generated) - 1
         known = self._hashed.get(naming)
         if known is None or len(known) != num_tokens // naming.block_size:
             tokens = self.original.prompt_token_ids or []
@@ -256,7 +251,7 @@ class RoutedRequest:
             return None
         coming = f"{self.request_id}/{self.placements + 1}"
         self.announced = Announcement(engine, coming)
-        num_tokens = self.prompt_tokens + len(self.generated)
+        num_tokens = self.record.prompt_tokens + len(self.generated)
         lease = msgspec.structs.replace(lends, lease_id=lease_id, remote_num_tokens=num_tokens)
         coming_request = self._with(asdict(lease), core_id=coming)
         if coming_request.mm_features is not None:  # their names tell D enough

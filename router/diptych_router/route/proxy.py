@@ -14,7 +14,6 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -33,8 +32,8 @@ from diptych_frontend.openai.exchange import Exchange, decode_json, exchange_of
 from diptych_frontend.openai.generation import unknown_model
 from diptych_frontend.openai.mounted import LOOK_INTERVAL_S
 from diptych_frontend.openai.request_workers import RequestWorkers
+from diptych_frontend.openai.responses import json_response
 from diptych_frontend.openai.tls import KnownCertificate
-from diptych_frontend.probes import json_response
 from diptych_protocol import (
     UNREADABLE,
     ClientClosedError,
@@ -69,26 +68,6 @@ NOT_ASKED: Final = HOP_BY_HOP | {"host", "origin", "cookie", "content-length"}
 NOT_ANSWERED: Final = HOP_BY_HOP | {"date", "server", "request-id", "set-cookie"}
 
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-@dataclass(frozen=True, slots=True)
-class _Short:
-    """An answer that was read whole, because it may leave the request to another service."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-    @property
-    def refuses(self) -> bool:
-        return self.status != 400 or TOO_LONG in self.body
-
-    async def send(self, send: Send) -> None:
-        length = (b"content-length", str(len(self.body)).encode())
-        kept = [each for each in self.headers if each[0] != b"content-length"]
-        head = {"type": "http.response.start", "status": self.status, "headers": [*kept, length]}
-        await send(head)
-        await send({"type": "http.response.body", "body": self.body, "more_body": False})
 
 
 class Proxy:
@@ -146,15 +125,20 @@ class Proxy:
             raise unknown_model(name, frozenset(self._targets))
         del body
         async with UntilDisconnect(receive, exchange):
-            await self._hand_on(scope, fields, targets, send)
+            await self._hand_on(scope, fields, targets, receive, send)
 
     async def _hand_on(
-        self, scope: Scope, fields: dict[str, msgspec.Raw], targets: Targets, send: Send
+        self,
+        scope: Scope,
+        fields: dict[str, msgspec.Raw],
+        targets: Targets,
+        receive: Receive,
+        send: Send,
     ) -> None:
         """Let the services try one after the other until one answers. If all that could be reached
         refuse, the client gets the answer that says most: not that the prompt is too long."""
         exchange = exchange_of(scope)
-        refusal: _Short | None = None
+        refusal: Response | None = None
         began = time.monotonic()
         queue, dropped = deque(targets.order(began)), set[str]()
         while queue:
@@ -178,11 +162,11 @@ class Proxy:
                 if targets.rest(target, time.monotonic()):
                     log.warning("the service %s cannot be reached: %s", target.service, exc)
                 continue
-            refuses = short is not None and short.refuses
+            refuses = short is not None and (short.status_code != 400 or TOO_LONG in short.body)
             self._count(targets, target, "refused" if refuses else "answered")
             if short is None:
                 return
-            if refusal is None or refusal.status == 400 or not refuses:
+            if refusal is None or refusal.status_code == 400 or not refuses:
                 refusal = short
             if not refuses:
                 break
@@ -190,12 +174,13 @@ class Proxy:
             raise EngineOverloadedError(
                 f"no service of the model {targets.name} can be reached; retry later"
             )
-        await refusal.send(send)
+        await refusal(scope, receive, send)
 
     async def _ask(
         self, scope: Scope, fields: dict[str, msgspec.Raw], target: RouteTarget, send: Send
-    ) -> _Short | None:
-        """Ask one service, and send its answer on. Returns an answer that was not sent."""
+    ) -> Response | None:
+        """Ask one service, and send its answer on. Returns one that was read whole and not sent,
+        because it may leave the request to another service."""
         exchange = exchange_of(scope)
         async with self._session.post(
             f"{target.url}{scope['path']}",
@@ -206,7 +191,10 @@ class Proxy:
         ) as answer:
             self._recognised.add(target.url)
             if answer.status in REFUSALS or answer.status == 400:
-                return _Short(answer.status, _answered(answer), await _beginning(answer))
+                short = Response(await _beginning(answer), answer.status)
+                kept = (each for each in _answered(answer) if each[0] != b"content-length")
+                short.raw_headers += kept  # beside its own content-length
+                return short
             part = await answer.content.readany()
             fields.clear()  # no service will be asked any more
             exchange.body = b""

@@ -13,8 +13,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from diptych_frontend.admin.calls import build_admin_app, report, seconds_of
+from diptych_frontend.admin.calls import build_admin_app, seconds_of
 from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.openai.responses import json_response
 from diptych_protocol import InvalidRequestError, KVTransferStats
 from diptych_protocol.admin import EngineReport, Explanation, PromiseCount, RouterReport
 from diptych_router.engines.engine_link import EngineLink
@@ -22,7 +23,7 @@ from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Kind
 from diptych_router.requests.records import MOST_REQUESTS
-from diptych_router.telling.explanations import MOST_ID_CHARACTERS, Explanations
+from diptych_router.telling.explanations import Explanations, check_id
 from diptych_router.telling.load_report import load_report
 
 DEFAULT_LIMIT: Final = 20
@@ -33,22 +34,17 @@ LOOK_S: Final = 0.1
 def request_routes(known: Explanations) -> list[BaseRoute]:
 
     async def newest(request: Request) -> Response:
-        return report(known.newest(_limit_of(request)))
+        return json_response(known.newest(_limit_of(request)))
 
     async def why(request: Request) -> Response:
-        return report(_explained(known, request.path_params["request_id"]))
+        return json_response(_explained(known, request.path_params["request_id"]))
 
     return [Route("/admin/requests", newest), Route("/admin/requests/{request_id:path}/why", why)]
 
 
 def _explained(known: Explanations, request_id: str) -> Explanation:
     """Raises `InvalidRequestError` for an id that cannot be one, or that is not remembered."""
-    if len(request_id) > MOST_ID_CHARACTERS:
-        raise InvalidRequestError(
-            f"a request id has at most {MOST_ID_CHARACTERS} characters, this one has "
-            f"{len(request_id)}",
-            param="request_id",
-        )
+    check_id(request_id)
     found = known.explanation(request_id)
     if not found.requests:
         newest = known.newest(1)
@@ -83,10 +79,10 @@ def admin_app(
         while not (client.num_held or client.leaving) and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
         await client.refresh_stats()
-        return report(router_report(client, api_keys))
+        return json_response(router_report(client, api_keys))
 
     async def load(_: Request) -> Response:
-        return report(load_report(client, explanations))
+        return json_response(load_report(client, explanations))
 
     routes = [
         Route("/admin/state", state),
@@ -123,7 +119,6 @@ def _told(counts: Mapping[Kind, int]) -> list[PromiseCount]:
 def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
     stats = link.stats
     transfer = stats.kv_transfer or KVTransferStats()
-    breaker = pools.health.book.engines[link.key]
     held = stats.blocks_total - stats.blocks_free
     return EngineReport(
         engine_id=link.name,
@@ -149,9 +144,9 @@ def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         prefix_fetches_failed=transfer.prefix_fetches_failed,
         prefix_tokens_fetched=transfer.prefix_tokens_fetched,
         silent=link.silent,
-        breaker=breaker.state,
+        breaker=link.breaker.state,
         kept_out=link.kept_out,
         node=link.location.node,
         zone=link.location.zone,
-        failures={str(kind): count for kind, count in breaker.failures.items()},
+        failures={str(kind): count for kind, count in link.breaker.failures.items()},
     )

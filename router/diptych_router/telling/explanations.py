@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
+from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import (
     AttemptReport,
     Candidate,
@@ -67,6 +68,16 @@ class Explanations:
             requests=[_line_of(record) for record in islice(self._records, limit)],
             num_remembered=len(self._records),
             most_remembered=self._records.most_requests,
+        )
+
+
+def check_id(request_id: str) -> None:
+    """Raise `InvalidRequestError` for what cannot be an id."""
+    if len(request_id) > MOST_ID_CHARACTERS:
+        raise InvalidRequestError(
+            f"a request id has at most {MOST_ID_CHARACTERS} characters, this one has "
+            f"{len(request_id)}",
+            param="request_id",
         )
 
 

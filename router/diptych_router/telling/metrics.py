@@ -4,7 +4,6 @@ and the health of engines."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -13,14 +12,13 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from diptych_frontend.observability.metrics import PREFIX
 from diptych_router.engines.health_book import Failure
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Kind, Promises
-from diptych_router.requests.request_record import BOUNDS, Predictions, Ratios
+from diptych_router.requests.request_record import Predictions
 
 
 class RouterMetrics(Collector):
@@ -44,20 +42,15 @@ def of_predictions(model_name: str, predictions: Predictions) -> Iterator[Metric
         labels=("model_name", "pool"),
     )
     for role, ratios in predictions.first_token.items():
-        add_buckets(ratios, first_token, (model_name, role))
+        first_token.add_metric((model_name, role), ratios.buckets(), ratios.sum)
     hand_off = HistogramMetricFamily(
         "diptych:hand_off_real_over_predicted",
         "Seconds from the first token to the one after the hand-off, over what was predicted.",
         labels=("model_name",),
     )
-    add_buckets(predictions.hand_off, hand_off, (model_name,))
+    ratios = predictions.hand_off
+    hand_off.add_metric((model_name,), ratios.buckets(), ratios.sum)
     yield from (first_token, hand_off)
-
-
-def add_buckets(ratios: Ratios, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
-    """Add up buckets as Prometheus expects: each includes all values up to its bound."""
-    names = [*map(floatToGoString, BOUNDS), "+Inf"]
-    family.add_metric(labels, list(zip(names, accumulate(ratios.counts), strict=True)), ratios.sum)
 
 
 def _of_promises(model_name: str, promises: Promises) -> Metric:
@@ -95,7 +88,7 @@ def _of_health(model_name: str, pools: Pools) -> Iterator[Metric]:
     for link in pools.links.values():
         if not link.up:
             continue
-        found = pools.health.book.engines[link.key]
+        found = link.breaker
         own = (model_name, f"{link.role}/{link.name}")
         silent.add_metric(own, float(link.silent))
         breaker.add_metric((*own, found.state), 1)

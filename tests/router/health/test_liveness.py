@@ -45,20 +45,20 @@ def test_a_heartbeat_that_does_not_come_is_silence_and_in_the_end_the_engine_han
 
 def test_a_loop_that_turns_and_makes_no_step_is_silent_but_does_not_hang() -> None:
     watched = beaten()
-    watched.told(stats(steps=5))
+    watched.heard(stats(steps=5))
     for second in range(int(SILENT_S) + 2):
         watched.beat(Heartbeat(1.0), float(second))
-        watched.told(stats(steps=5))
+        watched.heard(stats(steps=5))
     now = SILENT_S + 1.5
     assert watched.judge(now) == "has made no step for 10 s"
     assert not watched.hangs(now)
-    watched.told(stats(steps=6))
+    watched.heard(stats(steps=6))
     assert watched.judge(now) == "works again"
 
 
 def test_seconds_in_which_the_router_itself_stood_still_are_not_held_against_an_engine() -> None:
     watched = beaten()
-    watched.told(stats(steps=5))
+    watched.heard(stats(steps=5))
     watched.beat(Heartbeat(1.0), 0.5)
     planned = 0.5 + watched.look(0.5)
     awake = planned + SILENT_S + 3.0
@@ -66,16 +66,16 @@ def test_seconds_in_which_the_router_itself_stood_still_are_not_held_against_an_
     assert watched.judge(awake) == "", "what the engine said meanwhile is not read yet"
     while look_again < awake + SILENT_S:
         watched.beat(Heartbeat(1.0), look_again)
-        watched.told(stats(steps=5))
+        watched.heard(stats(steps=5))
         look_again += watched.look(look_again)
     assert watched.judge(look_again) == "has made no step for 10 s"
 
 
 def test_an_engine_without_work_makes_no_steps_and_is_well() -> None:
     watched = beaten()
-    watched.told(stats(steps=5, num_running=0))
+    watched.heard(stats(steps=5, num_running=0))
     watched.asked(0.0)
-    watched.told(stats(steps=5, num_running=0))
+    watched.heard(stats(steps=5, num_running=0))
     assert watched.judge(10 * SILENT_S) == ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from diptych_protocol.admin import CanaryReport
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.engines.engine_table import ROLES
-from diptych_router.engines.health_book import Breaker, Failure, HealthBook
+from diptych_router.engines.health_book import Failure, left_out
 from diptych_router.requests.pools.canary import Release, probe, run_canary
 from diptych_router.requests.pools.trials import Candidate, Trial, TrialBook
 
@@ -43,7 +43,6 @@ class HealthWatch:
         self._trials = TrialBook()
         self.reports: dict[tuple[str, str], CanaryReport] = {}
         """The newest of the trials of each pair (prefill, decode), newest last."""
-        self.book = HealthBook()
 
     def verified(self, link: EngineLink) -> bool:
         """Whether a trial went through this engine since it started."""
@@ -52,7 +51,10 @@ class HealthWatch:
     def went_badly(self, key: str, failure: Failure) -> None:
         """Record that an engine failed at a request and is at fault."""
         link = self._links.get(key)
-        if link is not None and self.book.went_badly(key, failure, time.monotonic()):
+        if link is None:
+            return
+        link.breaker.failures[failure] += 1
+        if link.breaker.badly(time.monotonic()):
             log.warning("%s engine %s fails too often (%s)", link.role, link.name, failure)
             self._sort_out()
 
@@ -60,11 +62,10 @@ class HealthWatch:
         """Send the canaries that are due. Call it every second, and when engines come or go."""
         if self._verifies:
             self._begin_trials(now)
-        ready = {x.key for x in self._links.values() if x.open_to_work and not x.silent}
-        for key in self.book.canaries_due(ready, now):
-            breaker = self.book.engines[key]
-            breaker.begin_canary()
-            self._spawn(self._prove(self._links[key], breaker))
+        for link in self._links.values():
+            if link.open_to_work and not link.silent and link.breaker.canary_due(now):
+                link.breaker.begin_canary()
+                self._spawn(self._prove(link))
         self._sort_out()
 
     # --- new engines --------------------------------------------------------------------------
@@ -102,18 +103,18 @@ class HealthWatch:
     def _sort_out(self) -> None:
         """Leave engines out whose breakers are open, or take them in again."""
         usable = [link for link in self._links.values() if link.up and self._usable(link)]
-        pools = ([x.key for x in usable if x.role == role] for role in ROLES)
-        left_out = {key for pool in pools for key in self.book.left_out(pool)}
+        pools = ({x.key: x.breaker for x in usable if x.role == role} for role in ROLES)
+        out = {key for pool in pools for key in left_out(pool)}
         for link in self._links.values():
-            link.keep_out(link.key in left_out)
+            link.keep_out(link.key in out)
 
-    async def _prove(self, link: EngineLink, breaker: Breaker) -> None:
+    async def _prove(self, link: EngineLink) -> None:
         error = "it was not finished"
         others = [x for x in self._links.values() if x.open_to_work and not x.is_bad]
         try:
             error = await probe(link, others, self._release, pairs=self._verifies)
         finally:
-            breaker.canary_ended(time.monotonic(), ok=not error)
+            link.breaker.canary_ended(time.monotonic(), ok=not error)
         what = f"fails still: {error}" if error else "is well again"
         log.warning("%s engine %s %s", link.role, link.name, what)
         self._on_change()

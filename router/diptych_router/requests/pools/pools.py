@@ -197,7 +197,10 @@ class Pools:
         return True
 
     def went_well(self, *keys: str) -> None:
-        self.health.book.went_well(keys, time.monotonic())
+        now = time.monotonic()
+        for key in keys:
+            if (link := self.links.get(key)) is not None:
+                link.breaker.well(now)
 
     def was_full(self, key: str) -> None:
         self.full.refused(key, time.monotonic())
@@ -371,7 +374,6 @@ class Pools:
                 self.fleet.remove(row.key)
                 continue
             self.links[link.key] = link
-            self.health.book.add(link.key, time.monotonic())
         for endpoint, key in known.items():
             link = self.links[key]
             link.listed = endpoint in endpoints
@@ -380,7 +382,6 @@ class Pools:
                 del self.links[key]
                 self.fleet.remove(key)
                 self._followed.pop(key, None)
-                self.health.book.forget(key)
 
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""

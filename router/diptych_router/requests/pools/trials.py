@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from diptych_protocol import EngineCoreOutput
 from diptych_router.engines.engine_table import Role
+from diptych_router.engines.health_book import back_off_s
 
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
@@ -107,7 +108,7 @@ class TrialBook:
             record.verified = ok
             if not ok:
                 record.failures += 1
-                record.retry_at = now + back_off_s(record.failures)
+                record.retry_at = now + back_off_s(record.failures, FIRST_RETRY_S, LONGEST_RETRY_S)
 
     def _unproven(self, trial: Trial) -> list[_Record]:
         both = (self._record(epoch) for epoch in (trial.prefill, trial.decode))
@@ -124,11 +125,6 @@ class TrialBook:
         """Somebody else than last time, if it failed; then one that needs the proof too."""
         failed = self._failed_pairs.get(_pair(engine, partner), 0)
         return failed, self.verified(partner.epoch), partner.load
-
-
-def back_off_s(failures: int) -> float:
-    """Return how long to wait after this many failures in a row."""
-    return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (min(failures, 16) - 1)))
 
 
 def prompt_length(block_size: int, max_model_len: int) -> int:

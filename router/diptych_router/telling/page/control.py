@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from diptych_frontend.openai.mounted import read
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
 CONTROL_VARIABLE = "DIPTYCH_PAGE_CONTROL"
@@ -32,7 +33,6 @@ def read_control() -> Control | None:
     if not path:
         return None
     try:
-        with Path(path).open("rb") as file:
-            return msgspec.json.decode(file.read(MAX_BYTES), type=Control)
+        return msgspec.json.decode(read(Path(path), MAX_BYTES), type=Control)
     except (OSError, *UNREADABLE) as exc:
         raise InvalidRequestError(f"{CONTROL_VARIABLE}: {path}: {exc}") from exc

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from diptych_protocol import KVTransferStats
+from diptych_protocol import KVTransferStats, SchedulerStats
 from diptych_protocol.engine_stats import MAX_HOLDERS_TOLD, MAX_MOVES_TOLD
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pool_client import PoolClient
@@ -117,25 +117,21 @@ def _digest(name: str) -> str:
 
 def figures_of(link: EngineLink, state: str) -> EngineFigures:
     """Return an engine's figures, as the router sees it, from the engine's last report."""
-    name = _digest(link.key)
     about = link.description
-    home = "" if link.home == link.role else link.home
-    if about is None:
-        return EngineFigures(id=name, name=link.known_as, role=link.role, home=home, state=state)
-    stats = link.stats
+    stats = SchedulerStats() if about is None else link.stats
     transfer = stats.kv_transfer or KVTransferStats()
     return EngineFigures(
-        id=name,
+        id=_digest(link.key),
         name=link.known_as,
         role=link.role,
-        home=home,
+        home="" if link.home == link.role else link.home,
         state=state,
         running=stats.num_running,
         waiting=stats.num_waiting,
         queued_tokens=stats.queued_prompt_tokens,
         blocks_used=stats.blocks_total - stats.blocks_free,
         blocks_total=stats.blocks_total,
-        block_tokens=about.block_size,
+        block_tokens=0 if about is None else about.block_size,
         blocks_sent=transfer.blocks_sent,
         blocks_received=transfer.blocks_received,
         bytes_received=transfer.bytes_received,

@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import exchange_of
+from diptych_frontend.openai.responses import json_response
 from diptych_frontend.timeline.lanes import Timeline, timeline
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
-from diptych_router.telling.explanations import MOST_ID_CHARACTERS
+from diptych_router.telling.explanations import check_id
 from diptych_router.telling.page.assets import Assets
 from diptych_router.telling.page.control import Control
 from diptych_router.telling.page.panels import Panels, whose
@@ -90,14 +91,13 @@ class Page:
         ]
 
     async def about(self, request: Request) -> Response:
-        return _json(
-            About(
-                model=self._model,
-                images=self._images(),
-                version=version("diptych"),
-                control=self._control,
-            )
+        about = About(
+            model=self._model,
+            images=self._images(),
+            version=version("diptych"),
+            control=self._control,
         )
+        return json_response(about, headers=UNKEPT)
 
     async def answer(self, request: Request) -> Response:
         """Explain why the engines of an answer were chosen, and what came true. Only the caller's
@@ -110,21 +110,18 @@ class Page:
                 status=404,
                 code="not_found",
             )
-        return _json(own)
+        return json_response(own, headers=UNKEPT)
 
     async def timeline(self, request: Request) -> Response:
         """Return the timeline of the caller's own request, which may still be under way. None: it
         has not been heard of, as a page that chose the id itself may find."""
         found = self._own(request).requests
-        return _json(_course(found[0]) if found else None)
+        return json_response(_course(found[0]) if found else None, headers=UNKEPT)
 
     def _own(self, request: Request) -> Explanation:
         """What is remembered of the caller under the path's id. Raises `InvalidRequestError`."""
         request_id = request.path_params["request_id"]
-        if len(request_id) > MOST_ID_CHARACTERS:
-            raise InvalidRequestError(
-                f"a request id has at most {MOST_ID_CHARACTERS} characters", param="request_id"
-            )
+        check_id(request_id)
         return self._explained(request_id, exchange_of(request.scope).tenant)
 
 
@@ -163,7 +160,3 @@ class _Events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _json(value: About | Explanation | Course | None) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json", headers=UNKEPT)

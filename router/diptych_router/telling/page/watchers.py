@@ -8,8 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Final
 
-import msgspec
-
+from diptych_frontend.openai.responses import SSE, encode
 from diptych_protocol import EngineOverloadedError
 from diptych_router.telling.page.panels import Panels, change
 
@@ -25,8 +24,6 @@ STREAM_S: Final = 3600.0
 SILENCE_S: Final = 15.0
 """After this long without news, a meaningless line shows that the stream is alive."""
 PULSE: Final = b": \n\n"
-
-encode = msgspec.json.Encoder().encode
 
 
 class Watchers:
@@ -75,7 +72,7 @@ class Watchers:
             looked = self._looked
             if news is not None:
                 known, silent_since = now, loop.time()
-                yield b"data: " + encode(news) + b"\n\n"
+                yield SSE % encode(news)
             elif loop.time() - silent_since >= SILENCE_S:
                 silent_since = loop.time()
                 yield PULSE
