@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from engine_kit.fake_core import FakeCore
 from waits import FOR_EVER_S
 
 from diptych_frontend.core_client import client as module
-from diptych_frontend.core_client.client import CoreClient, open_dealer
+from diptych_frontend.core_client.client import CoreClient, NotConnectedError, open_dealer
 from diptych_protocol import EngineCoreOutputs, EngineDeadError, wire
 
 
@@ -39,6 +40,33 @@ async def test_last_words_outlive_a_new_connection(
     finally:
         client.close()
         await core.close()
+
+
+async def test_nothing_is_sent_down_a_connection_whose_end_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., Awaitable[Any]]
+) -> None:
+    """ZMQ tells of it before it gives up its pipe. That would swallow a greeting, whose answer
+    nobody would miss before its time is over. Here it keeps the pipe for ever."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    with context.socket(zmq.PAIR) as told, context.socket(zmq.PAIR) as monitor:
+        told.bind("inproc://told")
+        monitor.connect("inproc://told")
+        monkeypatch.setattr(zmq.Socket, "get_monitor_socket", lambda *_: monitor)
+        lost: list[EngineDeadError] = []
+        core = FakeCore(f"ipc://{tmp_path}/core")
+        client = CoreClient(
+            f"ipc://{tmp_path}/core", None, on_outputs=lambda _: None, on_lost=lost.append
+        )
+        try:
+            told.send_multipart([struct.pack("=HI", zmq.EVENT_HANDSHAKE_SUCCEEDED, 0), b""])
+            await client.describe()
+            told.send_multipart([struct.pack("=HI", zmq.EVENT_DISCONNECTED, 0), b""])
+            await eventually(lambda: lost)
+            with pytest.raises(NotConnectedError):
+                client.tell("describe")
+        finally:
+            client.close()
+            await core.close()
 
 
 async def test_a_client_hears_of_a_core_that_begins_to_listen(

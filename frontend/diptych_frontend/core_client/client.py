@@ -295,6 +295,8 @@ class CoreClient:
         if self._closed:
             raise ClientClosedError(f"the client of {self.endpoint} was closed")
         try:
+            if not self._connected:  # ZMQ may not have given up the pipe of what was lost yet
+                raise zmq.Again
             send_frames(self._socket, frames)
         except zmq.Again as exc:
             raise NotConnectedError(f"no engine core listens at {self.endpoint}") from exc
@@ -386,6 +388,7 @@ class CoreClient:
                 self._handshake.set()
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._handshake_failed = True, False
+                self._drain()  # lets ZMQ see its new pipe and give up the old, as sending may not
             elif event & HANDSHAKE_FAILURES:
                 self._handshake_failed = True
             elif self._connected:  # what never was cannot be lost

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -100,6 +101,9 @@ class Attempts:
         view = routed.view
         if decision is None:
             decision = self._fleet.choose(view, routed.avoided)
+            if decision is None and routed.suspects and routed.losses > 1:
+                # The way from one to the other may be broken; a decode engine needs none.
+                decision = self._fleet.choose(replace(view, disaggregate="never"), routed.full)
             if decision is None and routed.suspects:
                 decision = self._fleet.choose(view, routed.full)
         decode = self._fleet.get(decision.decode) if decision is not None else None

@@ -253,6 +253,21 @@ def test_the_only_engine_is_tried_again() -> None:
     world.check_end()
 
 
+def test_the_only_decode_engine_computes_the_prompt_when_two_hand_offs_to_it_have_failed() -> None:
+    """Both engines are well; it is the network between them that is not."""
+    world = World("p", "d")
+    world.submit("r")
+    for lease in ("L1", "L2"):
+        prefilled(world, lease=lease)
+        [(engine, core_id)] = world.placements()
+        world.say(engine, fails(core_id))
+    [(engine, core_id)] = world.placements()
+    assert engine == "d"
+    world.say("d", world.answer(core_id, FinishReason.STOP))
+    assert world.ended == {"r": "stop"}
+    world.check_end()
+
+
 def test_a_refusal_of_the_request_is_nobodys_fault() -> None:
     world = World("p1", "p2", "d")
     world.submit("r")
