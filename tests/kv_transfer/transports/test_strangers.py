@@ -206,6 +206,25 @@ def test_who_sends_more_than_ucx_reads_is_cut_off_at_the_second_look(
         until(lambda: ours.of(Connected) and friend.of(Connected), ours, friend)
 
 
+@pytest.mark.parametrize("resets", [False, True], ids=["is cut off", "resets"])
+def test_the_error_of_who_has_gone_is_left_to_ucx_however_often_we_look(resets: bool) -> None:
+    """It is told once, to whoever reads, and UCX closes no socket without it."""
+    with (
+        socket.create_server((LOOPBACK, 0)) as listener,
+        socket.create_connection(listener.getsockname()) as stranger,
+        listener.accept()[0] as accepted,
+    ):
+        loiterers = Loiterers(listener.getsockname()[1], 3600.0, 64)
+        stranger.sendall(b"" if resets else b"x")
+        if resets:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+        for now in range(4):
+            loiterers.cut_off(set(), now)
+        with pytest.raises(ConnectionResetError):
+            accepted.recv(1)
+
+
 def test_those_who_never_ask_for_a_connection_are_few(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
