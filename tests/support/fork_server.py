@@ -51,6 +51,7 @@ SCRIPTS = {
     str(Path(__file__).parents[1] / name)
     for name in (
         "cli/small_pod.py", "contract/parallel/idle_rank.py", "kv_transfer/prefill_process.py",
+        "kv_transfer/transports/transport_process.py",
     )
 }  # fmt: skip
 """Programs of the tests, by their paths."""
