@@ -48,7 +48,7 @@ class Copy:
         packages = os.pathsep.join(str(self.path / package) for package in (".", *PACKAGES))
         return {
             **os.environ, "PYTHONPATH": packages, "XDG_RUNTIME_DIR": str(self.path),
-            "COLUMNS": "200",
+            "COLUMNS": "200", "UNUSUAL": "1",  # a fork would have what is not patched
         }  # fmt: skip
 
     def run(self, *command: str) -> str:

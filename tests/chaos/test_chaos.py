@@ -44,7 +44,8 @@ REJECTIONS = int(os.environ.get("DIPTYCH_TEST_REJECTIONS", "10"))
 """Rejections of each kind."""
 REPLACEMENTS = int(os.environ.get("DIPTYCH_TEST_REPLACEMENTS", "2"))
 BURSTS = 10
-IDLE_S, IDLE_CPU_S = 2.0, 0.4
+IDLE_S, IDLE_CPU = 2.0, 0.2
+"""How long a service is idle, and the part of a processor that an engine may need then."""
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -178,13 +179,15 @@ async def test_P10_an_idle_service_costs_no_cpu_and_its_accounts_close(chaos: Ca
     """Every prefill engine is connected to every decode engine, and to a router."""
     await canary(chaos.service, chaos.asked)
     before = [cpu_seconds(engine) for engine in chaos.service.engines]
+    began = time.monotonic()
     await asyncio.sleep(IDLE_S)
+    idle_s = time.monotonic() - began  # longer on a busy machine
     spent = [
         cpu_seconds(engine) - start
         for engine, start in zip(chaos.service.engines, before, strict=True)
     ]
-    print(f"CPU seconds of each engine in {IDLE_S:g} s: {spent}")
-    assert max(spent) < IDLE_CPU_S
+    print(f"CPU seconds of each engine in {idle_s:g} s: {spent}")
+    assert max(spent) < IDLE_CPU * idle_s
     for engine in chaos.service.of("prefill"):
         hinge = (await engine.stats()).kv_transfer
         assert hinge is not None

@@ -45,7 +45,9 @@ class Up:
         port: int,
         grace_s: float | None,
         host: str | None,
+        as_installed: bool,
     ) -> None:
+        """as_installed: as users start it, and not by a fork."""
         self.directory = directory
         self.port = port
         self.output_path = directory / "output"
@@ -54,11 +56,15 @@ class Up:
             "NO_COLOR": "1",
             "COLUMNS": "120",
         }
-        program = ["-m", "diptych.main"] if grace_s is None else ["-c", PATIENT, str(grace_s)]
+        program = [sys.executable, "-m", "diptych.main"]
+        if grace_s is not None:
+            program = [sys.executable, "-c", PATIENT, str(grace_s)]
+        if as_installed:
+            program = [str(Path(sys.executable).parent / "diptych")]
         where = () if host is None else ("--host", host)
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *program, command, str(file), "--port", str(port), *where],
+                [*program, command, str(file), "--port", str(port), *where],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
@@ -105,9 +111,12 @@ def start(tmp_path: Path, service_file: Callable[[Service], Path]) -> Iterator[S
         port: int | None = None,
         grace_s: float | None = None,
         host: str | None = None,
+        as_installed: bool = False,
     ) -> Up:
         file = service_file(service)
-        started.append(Up(tmp_path, command, file, port or free_port(), grace_s, host))
+        started.append(
+            Up(tmp_path, command, file, port or free_port(), grace_s, host, as_installed)
+        )
         return started[-1]
 
     yield begin
@@ -141,7 +150,7 @@ def lives(process: psutil.Process) -> bool:
 def test_a_service_runs_until_ctrl_c_and_leaves_nothing(
     start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
 ) -> None:
-    up = start(small_service(decode=small_pod("engine", "--child")))
+    up = start(small_service(decode=small_pod("engine", "--child")), as_installed=True)
     up.wait_ready()
     assert httpx.get(f"http://127.0.0.1:{up.port}/health", timeout=PATIENCE_S).status_code == 200
     state = up.state()

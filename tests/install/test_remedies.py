@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,12 @@ def test_the_commands_for_all_extras_can_be_run_as_they_stand(has_pip: bool) -> 
     assert "Would install" not in done.stdout
 
 
-def texts(path: Path) -> Iterator[str]:
+@cache
+def texts(path: Path) -> list[str]:
     """All strings of a module: what it prints, what --help shows, and its documentation."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+    nodes = ast.walk(ast.parse(path.read_text()))
+    constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return [value for value in constants if isinstance(value, str)]
 
 
 def test_only_one_module_says_how_packages_are_installed() -> None:
@@ -197,7 +199,7 @@ def test_each_field_that_a_message_names_is_there() -> None:
     assert unknown == set()
 
 
-DOCTOR = shlex.join([sys.executable, "-m", "diptych.main", "doctor", "--json"])
+DOCTOR = [sys.executable, "-m", "diptych.main", "doctor", "--json"]
 
 
 @pytest.mark.parametrize(
@@ -212,13 +214,12 @@ DOCTOR = shlex.join([sys.executable, "-m", "diptych.main", "doctor", "--json"])
 def test_what_doctor_says_to_unset_is_what_was_wrong(
     check: str, wrong: dict[str, str], typed: str
 ) -> None:
-    def doctor(before: str = "") -> dict[str, str]:
+    def doctor(*command: str) -> dict[str, str]:
         done = subprocess.run(
-            ["bash", "-c", f"{before}{DOCTOR}"],
-            env=os.environ | wrong, capture_output=True, text=True, timeout=PATIENCE_S,
-        )  # fmt: skip
+            command, env=os.environ | wrong, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         [found] = [each for each in json.loads(done.stdout) if each["name"] == check]
         return dict(found)
 
-    assert doctor()["remedy"].partition(",")[0] == typed
-    assert doctor(f"{typed}; ")["state"] != "fail"
+    assert doctor(*DOCTOR)["remedy"].partition(",")[0] == typed
+    assert doctor("bash", "-c", f"{typed}; {shlex.join(DOCTOR)}")["state"] != "fail"

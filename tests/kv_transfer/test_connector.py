@@ -380,7 +380,9 @@ def test_closing_leaves_no_thread_or_descriptor_behind() -> None:
         decode.connector.close()
         decode.connector.close()
     del decode
-    assert tasks_and_descriptors() == before
+    tasks, descriptors = tasks_and_descriptors()
+    assert tasks <= before[0]  # what other tests have left may end meanwhile
+    assert descriptors <= before[1]
 
 
 def test_connections_that_are_gone_leave_no_descriptor_behind() -> None:
@@ -404,7 +406,7 @@ def test_connections_that_are_gone_leave_no_descriptor_behind() -> None:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             meet()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
     finally:
         gc.enable()
 

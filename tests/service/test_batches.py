@@ -17,7 +17,6 @@ import httpx
 import openai
 import psutil
 import pytest
-from engine_kit.core import EXACT
 from free_ports import free_port
 from service_kit import cores, engine_config, router_command
 from waits import PATIENCE_S, wait_until
@@ -27,6 +26,8 @@ from diptych_protocol.config import Batches
 
 ENDED = {"failed", "completed", "expired", "cancelled"}
 LINES = 8
+MODEL = "dummy://?vocab_size=49152&num_hidden_layers=4&hidden_size=256&intermediate_size=1024"
+"""Says anything that the real tokenizer can write."""
 PROMPT = "The lighthouse keeper climbed the stairs and counted: "
 
 
@@ -67,13 +68,10 @@ class Router:
 
 
 @pytest.fixture(scope="module")
-def addresses(smollm2: str, keys_dir: Path) -> Iterator[tuple[str, str]]:
+def addresses(keys_dir: Path) -> Iterator[tuple[str, str]]:
     """The addresses of a prefill and a decode engine, so slow that a batch lasts."""
     names = "prefill-0", "decode-0"
-    configs = [
-        engine_config(name, smollm2, weight_packing=EXACT, scheduling_policy="priority")
-        for name in names
-    ]
+    configs = [engine_config(name, MODEL, scheduling_policy="priority") for name in names]
     with cores(keys_dir, *configs) as (prefill, decode):
         yield prefill.address, decode.address
 
@@ -114,7 +112,7 @@ def routers(
         assert not any(code is not None for code in codes), f"routers ended by themselves: {codes}"
 
 
-def content(tokens: int = 16) -> bytes:
+def content(tokens: int = 60) -> bytes:
     """A batch whose lines differ."""
     lines = [
         {
@@ -206,10 +204,10 @@ def test_a_router_that_is_killed_goes_on_where_it_was(routers: Any, tmp_path: Pa
     wait_until(first.is_ready, "the router has found the engines")
     with first.client() as ann:
         batch = begun(ann, content())
-        wait_until(lambda: completed(ann, batch) >= 3, "some requests are done")
+        wait_until(lambda: completed(ann, batch) > 0, "a request is done")
     first.kill()
     before = journal_of(tmp_path, batch)
-    assert 3 <= len(before) < LINES
+    assert 0 < len(before) < LINES
     second = routers()
     wait_until(second.is_ready, "the router is there again")
     with second.client() as ann:
@@ -229,7 +227,7 @@ def test_another_router_goes_on_with_the_batch_of_one_that_ends(
     wait_until(first.is_ready, "the first router has found the engines")
     with first.client() as ann:
         batch = begun(ann, content())
-        wait_until(lambda: completed(ann, batch) >= 2, "some requests are done")
+        wait_until(lambda: completed(ann, batch) > 0, "a request is done")
     before = {line["custom_id"]: line["id"] for line in journal_of(tmp_path, batch)}
     first.signal(number)
     wait_until(second.is_ready, "the second router has found the engines")

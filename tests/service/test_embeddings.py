@@ -44,14 +44,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = ["The capital of France is Paris.", "A lighthouse by the sea", "1 2 3"]
 LONG = [7 + i % 900 for i in range(4000)]
-"""Takes sixteen steps."""
+"""Takes 63 steps."""
 WIDTH = 576
 
 
 @pytest.fixture(scope="module")
 def pair_options() -> dict[str, Any]:
-    """Vectors are compared with those that torch computes."""
-    return {"weight_packing": EXACT}
+    """Vectors are compared with those that torch computes. Who leaves has one short step more."""
+    return {"weight_packing": EXACT, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(params=["engine", "router"])
@@ -97,9 +97,9 @@ def reference(core: EngineCore, pair: Pair) -> dict[str, torch.Tensor]:
 
 
 async def test_contract_C06_token_embed_gives_a_row_per_token(client: EngineClient) -> None:
-    two_steps = LONG[:300]
+    two_steps = LONG[:100]
     output = await embed(client, two_steps, task="token_embed", dimensions=4)
-    assert output.outputs.data.shape == (300, 4)
+    assert output.outputs.data.shape == (100, 4)
     last = await embed(client, two_steps, dimensions=4)
     torch.testing.assert_close(vector(output)[-1], vector(last), rtol=1e-4, atol=1e-4)
 
@@ -144,8 +144,8 @@ async def test_contract_C06_the_router_sends_prompts_to_the_prefill_pool(pair: P
         return [(await engine.refresh_stats()).prompt_tokens_computed for engine in engines]
 
     at_prefill, at_decode = await computed()
-    await embed(pair.pools, LONG[100:400])
-    assert await computed() == [at_prefill + 300, at_decode]
+    await embed(pair.pools, LONG[100:200])
+    assert await computed() == [at_prefill + 100, at_decode]
 
 
 async def test_contract_C06_an_aborted_request_has_no_vector(

@@ -76,7 +76,6 @@ async def early_loads(pair: Pair) -> tuple[int, int, int]:
     """How many loads D began on an announcement, and how many came to something and to nothing."""
     transfer = (await pair.decode.refresh_stats()).kv_transfer
     assert transfer is not None
-    assert transfer.early_loads_now == 0
     return transfer.early_loads, transfer.early_loads_adopted, transfer.early_loads_dropped
 
 
@@ -101,8 +100,12 @@ async def test_what_was_announced_and_does_not_come_leaves_decode_empty(
         prompt = "This ends as soon as it begins. " * 60
         whole = await generate(pair.prefill, prompt, max_tokens=1)
         await generate(pair.pools, prompt, stop_token_ids=whole.outputs[0].token_ids)
+
+    async def is_dropped() -> bool:  # D may still have to hear of it
+        return await early_loads(pair) == (begun + 1, adopted, dropped + 1)
+
+    await eventually(is_dropped)
     await eventually(pair.all_blocks_free)
-    assert await early_loads(pair) == (begun + 1, adopted, dropped + 1)
 
 
 async def told(pair: Pair) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -71,11 +72,15 @@ def question(number: int) -> dict[str, Any]:
 
 
 async def read(
-    router: Router, number: int, answer: Answer, headers: dict[str, str] = HEADERS
+    router: Router,
+    number: int,
+    answer: Answer,
+    headers: dict[str, str] = HEADERS,
+    length: int = LENGTH,
 ) -> bool:
     """Read on, from the last event that came; whether the stream came to its proper end."""
     last = {"last-event-id": answer.last_id} if answer.last_id else {}
-    url, body = f"{router.url}/v1/completions", question(number)
+    url, body = f"{router.url}/v1/completions", question(number) | {"max_tokens": length}
     async with (
         httpx.AsyncClient(timeout=PATIENCE_S) as client,
         client.stream("POST", url, json=body, headers=headers | last) as got,
@@ -198,7 +203,7 @@ async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
 ) -> None:
     lost, other = routers.pop(0), routers[-1]
     answer = Answer()
-    stream = asyncio.create_task(read(lost, 1, answer))
+    stream = asyncio.create_task(read(lost, 1, answer, length=LONGER))
     await eventually(lambda: answer.num_events >= TOLD)
     lost.lose()
     await asyncio.wait((stream,))
@@ -209,7 +214,8 @@ async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
         headers = {**HEADERS, "authorization": f"Bearer key-of-{key}", "last-event-id": last_id}
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             url = f"{other.url}/v1/completions"
-            got = await client.post(url, json=question(number) | fields, headers=headers)
+            body = question(number) | {"max_tokens": LONGER, **fields}
+            got = await client.post(url, json=body, headers=headers)
         return got.status_code, got.json()["error"]["code"]
 
     name, told, digest, *rest = answer.last_id.split(".")
@@ -236,11 +242,15 @@ def test_the_page_and_bench_get_the_rest_from_another_router(routers: list[Route
     lost, other = routers.pop(0), routers[-1]
     key = HEADERS["authorization"].removeprefix("Bearer ")
     body = question(1) | {"max_tokens": LONGER}
+    begun = Event()
+
+    async def note(_: httpx.Response) -> None:
+        begun.set()
 
     async def bench(url: str) -> Sample:
         authorized = {"authorization": HEADERS["authorization"]}
         async with httpx.AsyncClient(
-            base_url=url, headers=authorized, timeout=PATIENCE_S
+            base_url=url, headers=authorized, timeout=PATIENCE_S, event_hooks={"response": [note]}
         ) as client:
             return await stream(client, "/v1/completions", body, PATIENCE_S)
 
@@ -257,10 +267,10 @@ def test_the_page_and_bench_get_the_rest_from_another_router(routers: list[Route
         scene.page.click("#door button")
         expect(scene.page.locator("#door")).to_be_hidden()
         scene.set_numbers(temperature=0, max_tokens=LONGER)
-        benched = thread.submit(asyncio.run, bench(url))
         scene.ask("Tell me of the sea.")
         wait_until(lambda: len(scene.answer.inner_text()) > 60)
-        assert not benched.done()
+        benched = thread.submit(asyncio.run, bench(url))
+        assert begun.wait(PATIENCE_S)  # both are in the middle of their answers
         lost.lose()
         scene.wait_for_end()
         written = scene.written

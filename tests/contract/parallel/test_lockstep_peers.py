@@ -13,20 +13,7 @@ from waits import PATIENCE_S
 from diptych_engine.serving.llm_engine import LLMEngine
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError, SamplingParams
 
-IDLE_PROGRAM = """
-import sys
-from diptych_engine.serving.llm_engine import LLMEngine
-from diptych_protocol import EngineConfig
-engine = LLMEngine(EngineConfig(
-    model="dummy://", num_blocks=64, num_threads=1, data_parallel_size=2, data_parallel_rank=1,
-    data_parallel_lockstep=True, data_parallel_store=sys.argv[1],
-))
-steps = 0
-while engine.has_unfinished_requests():
-    assert engine.step() == []
-    steps += 1
-print("empty steps beside", steps)
-"""
+IDLE = Path(__file__).with_name("idle_rank.py")
 
 
 def config(store: str) -> EngineConfig:
@@ -41,7 +28,7 @@ def config(store: str) -> EngineConfig:
 
 
 def test_contract_L05_an_idle_engine_runs_empty_steps_beside_a_busy_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", IDLE_PROGRAM, str(tmp_path / "ranks")]
+    command = [sys.executable, str(IDLE), str(tmp_path / "ranks")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as idle:
         engine = LLMEngine(config(str(tmp_path / "ranks")))
         params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -71,7 +58,7 @@ def test_an_engine_that_cannot_step_with_others_is_refused_before_its_model_is_l
 
 
 def test_contract_L05_an_engine_that_is_shut_down_leaves_the_others(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", IDLE_PROGRAM, str(tmp_path / "ranks")]
+    command = [sys.executable, str(IDLE), str(tmp_path / "ranks")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as left:
         engine = LLMEngine(config(str(tmp_path / "ranks")))
         engine.shutdown()

@@ -15,6 +15,7 @@ from engine_kit.echo_engine import EchoEngine
 from waits import PATIENCE_S
 
 from diptych_frontend.batches_api import batch_run, states
+from diptych_frontend.batches_api.api_types import WINDOW_S
 from diptych_frontend.batches_api.batch_run import PRIORITY, Manners
 from diptych_frontend.batches_api.file_store import FileStore
 from diptych_frontend.batches_api.journal import Journal
@@ -223,8 +224,15 @@ async def test_a_cancelled_batch_has_what_is_done(
 async def test_a_batch_whose_window_passes_has_what_is_done_and_names_the_rest(
     ann: openai.AsyncOpenAI, engine: HoldingEngine, written: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "WINDOW_S", 2)
-    batch = await ended(ann, await begun(ann, written(asked(), asked("held"))))
+    next_end, later_s = states.next_end, 0
+    monkeypatch.setattr(states, "next_end", lambda record, now: next_end(record, now + later_s))
+    batch = await begun(ann, written(asked(), asked("held")))
+    async with asyncio.timeout(PATIENCE_S):
+        while batch.request_counts is None or not batch.request_counts.completed:
+            await asyncio.sleep(0.02)
+            batch = await ann.batches.retrieve(batch.id)
+    later_s = WINDOW_S
+    batch = await ended(ann, batch)
     assert batch.status == "expired"
     assert batch.expired_at is not None
     assert engine.running == set()

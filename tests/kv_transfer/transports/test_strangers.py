@@ -119,11 +119,12 @@ def test_messages_that_nobody_waits_for_are_not_kept(
 
 
 def test_who_says_nothing_is_cut_off_in_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx_transport, "HANDSHAKE_TIMEOUT_S", 0.2)
     ours, silent = make(), make()
     monkeypatch.setattr(silent.transport, "_shake", lambda *_: None)
     begin = time.monotonic()
-    ours.connect(silent)  # it is connected to, and does not answer
+    with monkeypatch.context() as short:  # the other end has all the time
+        short.setattr(ucx_transport, "HANDSHAKE_TIMEOUT_S", 0.2)
+        ours.connect(silent)  # it is connected to, and does not answer
     until(lambda: ours.of(ConnectFailed), ours, silent)
     assert time.monotonic() - begin >= 0.2
     assert "in time" in ours.of(ConnectFailed)[0].reason
@@ -134,11 +135,12 @@ def test_a_poll_that_waits_wakes_up_to_cut_somebody_off(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else would end the wait."""
-    monkeypatch.setattr(ucx_transport, "HANDSHAKE_TIMEOUT_S", 0.2)
     ours, silent = make(), make()
     monkeypatch.setattr(silent.transport, "_shake", lambda *_: None)
-    ours.connect(silent)
-    until(lambda: silent.transport._connections, ours, silent)
+    with monkeypatch.context() as short:
+        short.setattr(ucx_transport, "HANDSHAKE_TIMEOUT_S", 0.2)
+        ours.connect(silent)
+    until(lambda: silent.transport._connections or ours.of(ConnectFailed), ours, silent)
     deadline = Deadline("a connection that failed")
     while not ours.of(ConnectFailed):
         deadline.check()
@@ -204,6 +206,25 @@ def test_who_sends_more_than_ucx_reads_is_cut_off_at_the_second_look(
         until(lambda: num_accepted(port) == 2, ours)
         friend.connect(ours)
         until(lambda: ours.of(Connected) and friend.of(Connected), ours, friend)
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["is cut off", "resets"])
+def test_the_error_of_who_has_gone_is_left_to_ucx_however_often_we_look(resets: bool) -> None:
+    """It is told once, to whoever reads, and UCX closes no socket without it."""
+    with (
+        socket.create_server((LOOPBACK, 0)) as listener,
+        socket.create_connection(listener.getsockname()) as stranger,
+        listener.accept()[0] as accepted,
+    ):
+        loiterers = Loiterers(listener.getsockname()[1], 3600.0, 64)
+        stranger.sendall(b"" if resets else b"x")
+        if resets:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+        for now in range(4):
+            loiterers.cut_off(set(), now)
+        with pytest.raises(ConnectionResetError):
+            accepted.recv(1)
 
 
 def test_those_who_never_ask_for_a_connection_are_few(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -207,7 +208,7 @@ async def test_what_is_no_report_counts_as_out_of_reach(
 
 
 async def test_a_router_that_sleeps_tells_of_a_request_when_it_comes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     comes, woken = asyncio.Event(), asyncio.Event()
     asked: list[str] = []
@@ -222,6 +223,7 @@ async def test_a_router_that_sleeps_tells_of_a_request_when_it_comes(
         for _ in range(3):  # each pass says so again
             session.follow(("ns", "svc"), ["127.0.0.1"], ["token"])
             await asyncio.sleep(0.05)
+        await eventually(lambda: asked)
         assert len(asked) == 1
         assert not woken.is_set()
         comes.set()

@@ -49,9 +49,10 @@ class Loiterers:
         with contextlib.suppress(OSError):  # no descriptor is left: the next look tries again
             for accepted in _accepted_at(self._port):
                 inode = os.fstat(accepted.fileno()).st_ino
-                if _caller(accepted) in known:
+                if (caller := _caller(accepted)) in known:
                     continue
-                if _is_unread(accepted):
+                # To look would take the error of one that has gone from UCX, which needs it.
+                if caller is not None and _is_unread(accepted):
                     unread.add(inode)
                 if inode in late or inode in unread & self._unread:
                     _reset(accepted)
