@@ -167,6 +167,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it asks for API keys and knows none, so that it refuses everybody."""
     trial: TrialReport | None = None
     """None while no revision is tried."""
+    refused_certificate: str = ""
+    """Why it goes on with a former certificate; empty if it uses the newest."""
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):

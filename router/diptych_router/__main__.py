@@ -32,7 +32,9 @@ async def run(args: argparse.Namespace) -> None:
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]
         if admin_listener is not None:
-            admin = admin_app(program.client, program.explanations, args.keys, program.api_keys)
+            admin = admin_app(
+                program.client, program.explanations, args.keys, program.api_keys, certificate
+            )
             sites.append(Site(admin, admin_listener))
         async with _picking(program, args):
             await serve_sites(
