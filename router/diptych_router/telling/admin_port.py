@@ -107,6 +107,7 @@ def router_report(
     """Return the present state, with the last statistics of engines."""
     reason = client.why_not_ready()
     pools = client.pools
+    newest = next(iter(client.table.records), None)
     return RouterReport(
         ready=not reason,
         reason=reason,
@@ -121,6 +122,7 @@ def router_report(
         admits_nobody=api_keys is not None and not api_keys.names,
         trial=None if pools.trial is None else pools.trial.report(),
         refused_certificate="" if certificate is None else certificate.complaint,
+        quiet_s=None if newest is None else time.monotonic() - newest.began_s,
     )
 
 
