@@ -234,6 +234,17 @@ async def test_asleep_on_purpose_is_ready(
             assert time.monotonic() - begin >= hold
 
 
+async def test_one_that_may_sleep_and_has_engines_is_not_ready_before_they_have_proven_themselves(
+    smollm2: str, keys_dir: Path, tmp_path: Path, eventually: Any
+) -> None:
+    serving = tmp_path / "serving.json"
+    say(serving, revisions=[], asleep=True)
+    async with routing(smollm2, keys_dir, [NOBODY], [NOBODY], serving=serving) as client:
+        await eventually(lambda: client.pools.serving.asleep and client.pools.links)
+        await asyncio.sleep(0.1)
+        assert not router_report(client).ready
+
+
 async def test_one_that_may_sleep_is_ready_after_a_pair_was_whatever_becomes_of_engines(
     smollm2: str, keys_dir: Path, tmp_path: Path
 ) -> None:
@@ -247,7 +258,6 @@ async def test_one_that_may_sleep_is_ready_after_a_pair_was_whatever_becomes_of_
         async with routing(
             smollm2, keys_dir, pools[:1], pools[1:], serving=serving, hold_seconds=0.1
         ) as client:
-            assert not router_report(client).ready, "engines are there, and have proven nothing"
             await healthy(client)
             for core in started:
                 core.kill()
