@@ -109,7 +109,9 @@ def autoscale(
     # Pods that load have something to do, and it may take longer than any patience.
     serves = ready.decode and (ready.prefill or prefill is None)
     idle = in_reach and all_in_view and serves and not _busy(reports, engines)
-    busy_at = memory.busy_at if idle and memory.busy_at is not None else now
+    quiet = min((each.quiet_s for each in reports if each.quiet_s is not None), default=math.inf)
+    known_busy_at = now if memory.busy_at is None else max(memory.busy_at, now - quiet)
+    busy_at = known_busy_at if idle else now
     patience = max(_patience(pool.autoscaling) for pool in pools)
     if may_sleep and idle and memory.busy_at is not None and now - busy_at >= patience:
         asleep = replace(memory, prefill=(), decode=(), busy_at=busy_at)

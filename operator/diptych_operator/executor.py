@@ -63,23 +63,19 @@ class Executor:
         """
         service = snapshot.service
         key = service.metadata.namespace, service.metadata.name
+        serving = told_to_routers(snapshot, step)
         basis = (
             service.metadata, service.spec, step, snapshot.children, snapshot.target, snapshot.held,
-            snapshot.keys, snapshot.lost_keys, snapshot.rendered,
+            snapshot.keys, snapshot.lost_keys, snapshot.rendered, serving,
         )  # fmt: skip
-        if self._at_rest.pop(key, None) != basis and await self._make(snapshot, step):
+        if self._at_rest.pop(key, None) != basis and await self._make(snapshot, step, serving):
             return True
         self._at_rest[key] = basis
         return False
 
-    async def _make(self, snapshot: ServiceSnapshot, step: Step) -> bool:
+    async def _make(self, snapshot: ServiceSnapshot, step: Step, serving: Serving) -> bool:
         service = snapshot.service
         await self._children.adopt(service, snapshot.children.values())
-        asleep = service.sleeps_when_idle and not step.replicas.get(snapshot.target, NOTHING)
-        trial = step.trial
-        serving = Serving(tuple(step.serving), asleep=asleep)
-        if trial is not None and trial.revision in step.serving and len(step.serving) > 1:
-            serving = replace(serving, canary=trial.revision, weight=trial.weight)
         shared = self._renderings.shared(service, snapshot.keys, serving)
         wanted = [*_taken(shared, snapshot), *self._revision_objects(snapshot, step)]
         if not service.spec.suspend:
@@ -183,6 +179,20 @@ class Executor:
         await self._children.delete(snapshot.service, [*leaving, *unasked])
         for keys in sorted(snapshot.known_keys() - snapshot.held_keys(without=over)):
             await self._keys.remove_once(snapshot.service, keys)
+
+
+def told_to_routers(snapshot: ServiceSnapshot, step: Step) -> Serving:
+    """What routers are told while they run. It is read up to minutes later, so one whose pools may
+    become empty on purpose is told beforehand, and until an older revision has pods."""
+    service, trial = snapshot.service, step.trial
+    wanted = dict(step.replicas)
+    empty = not wanted.pop(snapshot.target, NOTHING)
+    known = bool(service.status.current_revision) and not any(wanted.values())
+    asleep = service.sleeps_when_idle and (empty or known)
+    serving = Serving(tuple(step.serving), asleep=asleep)
+    if trial is not None and trial.revision in step.serving and len(step.serving) > 1:
+        serving = replace(serving, canary=trial.revision, weight=trial.weight)
+    return serving
 
 
 def _taken(shared: Iterable[Object], snapshot: ServiceSnapshot) -> list[Object]:

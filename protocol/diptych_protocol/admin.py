@@ -167,6 +167,10 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it asks for API keys and knows none, so that it refuses everybody."""
     trial: TrialReport | None = None
     """None while no revision is tried."""
+    refused_certificate: str = ""
+    """Why it goes on with a former certificate; empty if it uses the newest."""
+    quiet_s: float | None = None
+    """Seconds since the newest request came, however soon it ended; None if none is known."""
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):

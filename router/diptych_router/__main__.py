@@ -31,7 +31,9 @@ async def run(args: argparse.Namespace) -> None:
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]
         if admin_listener is not None:
-            admin = admin_app(program.client, program.explanations, args.keys, program.api_keys)
+            admin = admin_app(
+                program.client, program.explanations, args.keys, program.api_keys, certificate
+            )
             sites.append(Site(admin, admin_listener))
         own = f"{bracketed(args.advertise_host or args.host)}:{args.port}"
         async with picking(program.client, own, args.host, args.picker_port):

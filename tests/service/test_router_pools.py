@@ -22,6 +22,8 @@ from diptych_router.requests.pool_client import PoolClient
 from diptych_router.telling.admin_port import MOST_WAIT_S, admin_app, router_report
 from diptych_router.telling.explanations import Explanations
 
+ABSENT = ["nobody.localhost:1"]
+"""A name without addresses, as that of a pool without pods."""
 NOBODY = "127.0.0.1:1"
 """An address where no engine is."""
 PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
@@ -51,7 +53,12 @@ async def test_new_engines_prove_the_hinge_before_they_are_ready(
         assert not router_report(client).ready
         await healthy(client)
         report = router_report(client)
+        await generate(client, PROMPT)
+        later = router_report(client)
     assert report.ready
+    assert report.quiet_s is None, "a canary is nobody's request"
+    assert later.open_requests == 0
+    assert isinstance(later.quiet_s, float)
     assert [(e.engine_id, e.revision, e.verified, e.usable) for e in report.engines] == [
         ("prefill-0", "r1", True, True),
         ("decode-0", "r1", True, True),
@@ -216,14 +223,48 @@ async def test_asleep_on_purpose_is_ready(
     say(serving, revisions=[], asleep=True)
     for hold, ready in ((1.0, True), (0.0, False)):
         async with routing(
-            smollm2, keys_dir, [NOBODY], [NOBODY], serving=serving, hold_seconds=hold
+            smollm2, keys_dir, ABSENT, ABSENT, serving=serving, hold_seconds=hold
         ) as client:
-            await eventually(lambda: client.pools.serving.asleep)
+            await eventually(lambda: client.pools.serving.asleep and client.pools.had_pair)
             assert router_report(client).ready is ready
             begin = time.monotonic()
             with pytest.raises(EngineOverloadedError):
                 await generate(client, PROMPT)
             assert time.monotonic() - begin >= hold
+
+
+async def test_one_that_may_sleep_and_has_engines_is_not_ready_before_they_have_proven_themselves(
+    smollm2: str, keys_dir: Path, tmp_path: Path, eventually: Any
+) -> None:
+    serving = tmp_path / "serving.json"
+    say(serving, revisions=[], asleep=True)
+    async with routing(smollm2, keys_dir, [NOBODY], [NOBODY], serving=serving) as client:
+        await eventually(lambda: client.pools.serving.asleep and client.pools.links)
+        await asyncio.sleep(0.1)
+        assert not router_report(client).ready
+
+
+async def test_one_that_may_sleep_is_ready_after_a_pair_was_whatever_becomes_of_engines(
+    smollm2: str, keys_dir: Path, tmp_path: Path
+) -> None:
+    """The file that says so may come long before the sleep, and go long after it."""
+    serving = tmp_path / "serving.json"
+    say(serving, revisions=[], asleep=True)
+    names = ("prefill-0", "decode-0")
+    configs = [engine_config(name, smollm2) for name in names]
+    with cores(keys_dir, *configs) as started:
+        pools = [core.address for core in started]
+        async with routing(
+            smollm2, keys_dir, pools[:1], pools[1:], serving=serving, hold_seconds=0.1
+        ) as client:
+            await healthy(client)
+            for core in started:
+                core.kill()
+            await asyncio.sleep(1.0)
+            assert client.pools.choose(FOR_A_PAIR) is None
+            assert not client.pools.may_hold()
+            await client.check_health()
+            assert router_report(client).ready
 
 
 # --- keys -----------------------------------------------------------------------------------------

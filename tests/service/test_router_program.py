@@ -257,10 +257,10 @@ async def test_keys_and_certificate_are_followed_without_a_restart(
         trust = ssl.create_default_context(cafile=str(CERTIFICATES / certificate / "tls.crt"))
         return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=PATIENCE_S)
 
-    def admits_nobody() -> bool:
+    def reported() -> RouterReport:
         url = f"http://127.0.0.1:{admin_port}/admin/state"
         answer = httpx.get(url, headers={"authorization": "Bearer sesame"}, timeout=PATIENCE_S)
-        return msgspec.json.decode(answer.content, type=RouterReport).admits_nobody
+        return msgspec.json.decode(answer.content, type=RouterReport)
 
     def answers(certificate: str) -> bool:
         with contextlib.suppress(httpx.TransportError), client(certificate) as http:
@@ -281,9 +281,15 @@ async def test_keys_and_certificate_are_followed_without_a_restart(
             await eventually(lambda: answers("second"))
             assert not answers("first")
             assert chat(http, "new") == 400, "connections that are open stay"
-            assert not admits_nobody()
+            assert not reported().admits_nobody
             (keys / "alice-2").unlink()
-            await eventually(admits_nobody)
+            await eventually(lambda: reported().admits_nobody)
+            assert not reported().refused_certificate
+            shutil.copy(CERTIFICATES / "first" / "tls.key", tls)
+            await eventually(lambda: "mismatch" in reported().refused_certificate)
+            assert answers("second")
+            shutil.copy(CERTIFICATES / "second" / "tls.key", tls)
+            await eventually(lambda: not reported().refused_certificate)
             assert process.poll() is None
     finally:
         process.kill()

@@ -27,7 +27,8 @@ class Certificate:
         """Raises `InvalidRequestError` without a matching pair of certificate and key."""
         self._directory = directory
         self._mark: Mark | None = None
-        self._complaint = ""
+        self.complaint = ""
+        """Why the pair that is there now is not the one in use; empty if it is."""
         self.context = _new_context()
         try:
             self._load()
@@ -45,14 +46,15 @@ class Certificate:
         """
         try:
             if self._look() == self._mark:
+                self.complaint = ""
                 return False
             self._load()
         except (OSError, ValueError) as exc:
-            if str(exc) != self._complaint:
+            if str(exc) != self.complaint:
                 log.error("%s: %s; the former certificate stays", self._directory, exc)
-            self._complaint = str(exc)
+            self.complaint = str(exc)
             return False
-        self._complaint = ""
+        self.complaint = ""
         log.info("%s: a new certificate", self._directory)
         return True
 

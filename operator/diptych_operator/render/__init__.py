@@ -40,7 +40,7 @@ class Serving:
     revisions: Sequence[str] = ()
     """Revisions that may serve. Empty means all."""
     asleep: bool = False
-    """The pools are scaled to zero on purpose: hold requests instead of reporting unready."""
+    """When pools are empty, it is on purpose: hold requests instead of reporting unready."""
     canary: str = ""
     """The one of them that is on trial; empty if none is."""
     weight: int = 0

@@ -275,7 +275,7 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
             yield Reason.TRANSFER_FAILED, failure
     for text in seen.refused_settings:
         yield Reason.ROUTER_SETTING_REFUSED, text
-    if text := seen.nobody_admitted:
+    for text in seen.unusable_secrets:
         yield Reason.CONTAINER_CONFIG_ERROR, text
     if (count := unreachable_routers(seen)) and not seen.observed.routers:
         reason = Reason.ROUTER_UNREACHABLE
@@ -359,8 +359,9 @@ def _work(seen: Situation, judged: Verdicts) -> Verdict | None:
     for condition in _PARTS:
         if judged[condition].status != "True":
             return Verdict("True", judged[condition].reason, judged[condition].message)
-    routers = seen.observed.deployment("router")
-    if seen.observed.lags or (routers is not None and not routers.settled):
+    views = seen.observed.deployments
+    kept = any(not view.settled for view in views if view.revision in ("", seen.target))
+    if seen.observed.lags or kept:
         return Verdict("True", Reason.ROLLING_OUT, "Kubernetes replaces pods.")
     return None
 

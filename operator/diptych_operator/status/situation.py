@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from diptych_operator.api.base import camel_case
@@ -71,15 +71,21 @@ class Situation:
         return [f"{shorten(text, MAX_WORDS)} {remedy}" for text in sorted(refused)]
 
     @property
-    def nobody_admitted(self) -> str:
-        """What to tell of a Secret without any API key; empty if somebody has one."""
-        keys = self.service.spec.router.api_keys
-        if keys is None or not any(router.admits_nobody for router in self.observed.routers):
-            return ""
-        return (
-            f'The Secret "{keys.secret_name}" of spec.router.apiKeys has no entry that can be a '
-            "key, so routers refuse everybody. Add one: a line of visible ASCII."
-        )
+    def unusable_secrets(self) -> Iterator[str]:
+        """What to tell of Secrets that routers can do nothing with."""
+        keys, tls = self.service.spec.router.api_keys, self.service.spec.router.tls
+        if keys is not None and any(router.admits_nobody for router in self.observed.routers):
+            yield (
+                f'The Secret "{keys.secret_name}" of spec.router.apiKeys has no entry that can be '
+                "a key, so routers refuse everybody. Add one: a line of visible ASCII."
+            )
+        words = {router.refused_certificate for router in self.observed.routers} - {""}
+        if tls is not None and words:
+            yield (
+                f'Routers cannot use the Secret "{tls.secret_name}" of spec.router.tls '
+                f"({shorten(min(words), MAX_WORDS)}). They keep the former certificate, but none "
+                "can start. Correct tls.crt and tls.key, a PEM certificate and its key."
+            )
 
     def wanted(self, role: str) -> int:
         if self.service.spec.suspend:

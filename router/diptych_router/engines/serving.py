@@ -27,7 +27,7 @@ class Serving(msgspec.Struct, frozen=True):
     revisions: list[str] = []
     """Revisions that get new requests; empty means all."""
     asleep: bool = False
-    """The pools are empty on purpose: hold requests until they are not."""
+    """When pools are empty, it is on purpose: hold requests until they are not."""
     canary: str = ""
     """The one of `revisions` that is on trial; empty if none is."""
     weight: int = 0

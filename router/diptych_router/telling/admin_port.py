@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from diptych_frontend.admin.calls import build_admin_app, seconds_of
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.responses import json_response
+from diptych_frontend.openai.tls import Certificate
 from diptych_protocol import InvalidRequestError, KVTransferStats
 from diptych_protocol.admin import EngineReport, Explanation, PromiseCount, RouterReport
 from diptych_router.engines.engine_link import EngineLink
@@ -69,7 +70,11 @@ def _limit_of(request: Request) -> int:
 
 
 def admin_app(
-    client: PoolClient, explanations: Explanations, keys_dir: Path, api_keys: ApiKeys | None
+    client: PoolClient,
+    explanations: Explanations,
+    keys_dir: Path,
+    api_keys: ApiKeys | None,
+    certificate: Certificate | None = None,
 ) -> ASGIApp:
     """Return the app of the admin port. Each report of the router's state asks the engines; with
     `wait`, once a request is held or these seconds are over."""
@@ -79,7 +84,7 @@ def admin_app(
         while not (client.num_held or client.leaving) and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
         await client.refresh_stats()
-        return json_response(router_report(client, api_keys))
+        return json_response(router_report(client, api_keys, certificate))
 
     async def load(_: Request) -> Response:
         return json_response(load_report(client, explanations))
@@ -92,10 +97,13 @@ def admin_app(
     return build_admin_app(keys_dir, routes)
 
 
-def router_report(client: PoolClient, api_keys: ApiKeys | None = None) -> RouterReport:
+def router_report(
+    client: PoolClient, api_keys: ApiKeys | None = None, certificate: Certificate | None = None
+) -> RouterReport:
     """Return the present state, with the last statistics of engines."""
     reason = client.why_not_ready()
     pools = client.pools
+    newest = next(iter(client.table.records), None)
     return RouterReport(
         ready=not reason,
         reason=reason,
@@ -109,6 +117,8 @@ def router_report(client: PoolClient, api_keys: ApiKeys | None = None) -> Router
         recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
         admits_nobody=api_keys is not None and not api_keys.names,
         trial=None if pools.trial is None else pools.trial.report(),
+        refused_certificate="" if certificate is None else certificate.complaint,
+        quiet_s=None if newest is None else time.monotonic() - newest.began_s,
     )
 
 

@@ -249,6 +249,15 @@ def test_anything_going_on_keeps_both_awake(report: RouterReport) -> None:
     assert scaled.memory.busy_at == 1e6
 
 
+def test_requests_that_begin_and_end_between_two_looks_keep_both_awake() -> None:
+    quiet = router(*pool("prefill", 1), *pool("decode", 1))
+    told = msgspec.structs.replace(quiet, quiet_s=2.0)
+    scaled = sleepy(Counts(1, 1), quiet, told, memory=WHOLE_PATIENCE, now=1e6)
+    assert (scaled.desired, scaled.memory.busy_at) == (Counts(1, 1), 1e6 - 2)
+    later = msgspec.structs.replace(quiet, quiet_s=float(PATIENCE))
+    assert sleepy(Counts(1, 1), later, memory=scaled.memory, now=1e6 + 298).desired == NOTHING
+
+
 def test_a_ready_engine_that_no_router_lists_keeps_both_awake() -> None:
     lost = router(*pool("prefill", 1), engine_report("decode", 0, listed=False))
     assert sleepy(Counts(1, 1), lost, memory=WHOLE_PATIENCE, now=1e6).desired == Counts(1, 1)

@@ -19,9 +19,10 @@ from diptych_operator.api.names import (
 )
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
-from diptych_operator.counts import Counts
+from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.executor import told_to_routers
 from diptych_operator.kube.children import belongs_to, child_id, with_owner
-from diptych_operator.plan import RevisionState
+from diptych_operator.plan import Phase, RevisionState, Step
 from diptych_operator.render import KeySets
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
 from diptych_operator.status.observed import PodView, observe, pod_view
@@ -85,6 +86,36 @@ def snapshot(
     found = observe(deployments, pods or [], reports)
     children = {child_id(raw): raw for raw in deployments}
     return ServiceSnapshot(service(**status), "target00", keys, children, pods or [], found)
+
+
+# --- what routers are told --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("least", "served", "replicas", "asleep"),
+    [
+        (0, "", {"target00": Counts(1, 1)}, False),  # keep users away until a canary was answered
+        (0, "target00", {"target00": Counts(1, 1)}, True),  # the file comes later than sleep does
+        (0, "target00", {"target00": NOTHING}, True),
+        (0, "old", {"target00": Counts(1, 1), "old": NOTHING}, True),  # changed while asleep
+        (0, "old", {"target00": Counts(1, 1), "old": Counts(1, 1)}, False),
+        (1, "target00", {"target00": Counts(1, 1)}, False),
+    ],
+)
+def test_routers_hear_of_sleep_before_it_and_until_after_it(
+    least: int, served: str, replicas: dict[str, Counts], asleep: bool
+) -> None:
+    pool = {"autoscaling": {"minReplicas": least, "maxReplicas": 2}}
+    raw = {
+        "apiVersion": "diptych.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "svc", "namespace": "ns", "uid": "u1"},
+        "spec": {"model": {"uri": "dummy://"}, "prefill": pool, "decode": pool},
+        "status": {"currentRevision": served},
+    }
+    found = replace(snapshot(KeySets(A), []), service=parse_object(raw, Images()))
+    told = told_to_routers(found, Step(replicas, (), Phase.Idle, "", ()))
+    assert told.asleep is asleep
 
 
 # --- which keys routers are to hold -----------------------------------------------------------

@@ -59,8 +59,8 @@ def with_problem(reason: str) -> Case:
     return Case(observed=replace(found, problems=(Problem(reason, "mend it"),)))
 
 
-def routers_in_deployment(*, settled: bool) -> Case:
-    view = DeploymentView("svc-router", "router", "", 1, 1, 0, settled)
+def in_deployment(role: str, revision: str, *, settled: bool) -> Case:
+    view = DeploymentView(f"svc-{role}", role, revision, 1, 1, 0, settled)
     return Case(observed=replace(Case().observed, deployments=(view,)))
 
 
@@ -95,8 +95,12 @@ TABLE: dict[str, tuple[Case, str]] = {
     ),
     "a pod crashes": (Case(observed=given_pods(failing("prefill"), *PODS[1:])), "InProgress"),
     "a pool grows": (Case(desired=Counts(1, 2), previous=RESTED), "InProgress"),
-    "routers are replaced": (routers_in_deployment(settled=False), "InProgress"),
-    "routers are there": (routers_in_deployment(settled=True), "Current"),
+    "routers are replaced": (in_deployment("router", "", settled=False), "InProgress"),
+    "routers are there": (in_deployment("router", "", settled=True), "Current"),
+    "a changed podTemplate replaces pods": (
+        in_deployment("decode", NEW, settled=False), "InProgress",
+    ),
+    "an older revision's Deployment": (in_deployment("decode", OLD, settled=False), "Current"),
     "a Deployment was changed in this very pass": (
         Case(observed=replace(Case().observed, lags=True)), "InProgress",
     ),

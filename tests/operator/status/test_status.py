@@ -220,6 +220,15 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
         ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
         'The Secret "clients" of spec.router.apiKeys has no entry that can be a key',
     ),
+    "a certificate that routers cannot use": (
+        Case(
+            service=service(router='{"tls": {"secretName": "cert"}}'),
+            observed=given_pods(
+                *PODS, routers=(msgspec.structs.replace(ROUTERS[0], refused_certificate="other"),)
+            ),
+        ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
+        'Routers cannot use the Secret "cert" of spec.router.tls (other). They keep the former',
+    ),
     "a problem of no known name": (
         Case(observed=replace(WHOLE, problems=(Problem("Odd", "very"),))),
         ConditionType.DEGRADED, "True", Reason.OPERATOR_PROBLEM, "Odd: very",

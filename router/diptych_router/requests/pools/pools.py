@@ -71,7 +71,7 @@ class Pools:
         self.links: dict[str, EngineLink] = {}
         self.get: Callable[[str], EngineLink | None] = self.links.get
         self.had_pair = False
-        """Some pair was usable at some time."""
+        """Some pair was usable at some time, or there were no engines, as intended."""
         self._usable_at = -math.inf
         """When a decode engine was last seen usable, on the monotonic clock."""
         self._config = config
@@ -254,10 +254,10 @@ class Pools:
         """
         if self.refused_settings:
             return "; ".join(f"{each.setting}: {each.why}" for each in self.refused_settings)
-        if self.serving.asleep and self._config.hold_seconds > 0:
-            return ""
         if not self.had_pair:
             return self._why_no_pair()
+        if self.serving.asleep and self._config.hold_seconds > 0:
+            return ""
         if not any(self.usable(link) for link in self.of("decode")):
             return self._with_mismatch("no decode engine is usable")
         return ""
@@ -313,6 +313,7 @@ class Pools:
             elif role not in self._unresolved:
                 self._unresolved.add(role)
                 log.warning("the %s pool's names cannot be resolved; it stays as it is", role)
+        self.had_pair |= self.serving.asleep and not (self.links or self._unresolved)
         now = time.monotonic()
         if now >= self._age_at:
             self._age_at = now + EXPECTED_S
