@@ -353,7 +353,7 @@ def is_seen(what: Locator) -> bool:
 def test_blocks_that_go_back_in_a_later_turn_are_drawn_from_their_sender(open_page: Open) -> None:
     scene = open_page()
     page = scene.page
-    scene.set_numbers(max_tokens=64)
+    scene.set_numbers(max_tokens=160)  # what is fetched pays, also where transfers wait for others
     back = page.locator('#traces [data-into="prefill"]')
     received = scene.number("smollm2-prefill-0", "received")
     for _ in range(TURNS):  # the router fetches what is cheaper to fetch than to compute

@@ -32,8 +32,9 @@ TEMPORARY: Final = ".new"
 
 
 def new_id(kind: Literal["file-", "batch_"]) -> str:
-    """Return a unique id; later ones sort after earlier ones."""
-    return f"{kind}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+    """Return a unique id; later ones sort after earlier ones. Twelve digits are milliseconds, and
+    four a part of one."""
+    return f"{kind}{(time.time_ns() << 16) // 1_000_000:016x}{secrets.token_hex(8)}"
 
 
 def is_id(text: str, kind: Literal["file-", "batch_"]) -> bool:

@@ -14,7 +14,7 @@ from diptych_frontend.batches_api import batch_store, states
 from diptych_frontend.batches_api.api_types import KEPT_S, WINDOW_S, BatchRequest, FileObject
 from diptych_frontend.batches_api.batch_store import BatchStore
 from diptych_frontend.batches_api.file_store import FileStore, synced
-from diptych_frontend.batches_api.folder import Folder, write_whole
+from diptych_frontend.batches_api.folder import Folder, new_id, write_whole
 from diptych_frontend.batches_api.journal import DONE, ERROR, Journal
 from diptych_frontend.batches_api.states import Record
 from diptych_protocol import InvalidRequestError
@@ -154,6 +154,14 @@ def test_a_batch_whose_marker_is_left_over_is_not_begun_again(
     assert store.open_batches() == []
     assert store.get(ANN, batch_id).status == "failed"
     assert not state.with_suffix(".results").exists()
+
+
+def test_ids_sort_as_they_were_made() -> None:
+    ids = []
+    for _ in range(100):
+        ids.append(new_id("file-"))
+        time.sleep(1e-6)
+    assert ids == sorted(ids)
 
 
 def test_a_batch_that_was_never_written_is_forgotten_after_a_while(
