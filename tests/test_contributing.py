@@ -19,6 +19,7 @@ import psutil
 import pytest
 import yaml
 from free_ports import free_port
+from processes import running
 from waits import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -154,8 +155,7 @@ def test_a_policy_chooses_engines(service: Service) -> None:
 
 def test_a_setting_of_the_engine_is_obeyed(service: Service) -> None:
     processes = psutil.Process(service.pid).children(recursive=True)
-    engines = [each for each in processes if "diptych_engine" in " ".join(each.cmdline())]
-    own = {each.nice() for each in engines}
+    own = {each.nice() for each in running(processes, "diptych_engine")}
     assert os.nice(0) + NICENESS in own, own
 
 

@@ -16,6 +16,7 @@ from free_ports import free_port
 from model_kit.pictures import image_part
 from model_kit.seeing import Published
 from PIL import Image
+from processes import running
 from service_kit import cores, engine_config, router_command
 from waits import PATIENCE_S, wait_until
 
@@ -42,8 +43,7 @@ class Router:
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=PATIENCE_S)
 
     def decoders(self) -> list[psutil.Process]:
-        children = self.process.children()
-        return [each for each in children if "confined_decoding" in " ".join(each.cmdline())]
+        return running(self.process.children(), "confined_decoding")
 
 
 def peak_mib(process: psutil.Process) -> float:

@@ -22,6 +22,7 @@ from benchmarks.traces.recorded import Trace, TraceRequest
 from benchmarks.traces.replay import Failure, figures, replay
 from free_ports import free_port
 from model_kit.questions import COUNTING, DEMO, WHOLE
+from processes import running
 from waits import PATIENCE_S, wait_until
 
 from diptych.bench.stream import Sample
@@ -53,13 +54,9 @@ class Served:
 
     def core_of(self, role: str) -> psutil.Process:
         """The EngineCore process of a pool's only pod."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                line = process.cmdline()
-                if "diptych_engine.serving.core_process" in line and any(
-                    f"smollm2-{role}" in part for part in line
-                ):
-                    return process
+        ours = psutil.Process(self.process.pid).children(recursive=True)
+        for core in running(ours, "diptych_engine.serving.core_process", f"smollm2-{role}"):
+            return core
         pytest.fail(f"no core of the {role} pool runs")
 
     def metric(self, name: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ import pytest
 from browser_kit import served
 from free_ports import free_port
 from model_kit.questions import WHOLE
+from processes import running
 from waits import PATIENCE_S
 
 from diptych.known_models import DEFAULT
@@ -80,7 +81,7 @@ def test_engines_are_small_and_share_their_weights(tmp_path: Path) -> None:
             for process in psutil.Process().children(recursive=True)
             if process.environ().get("XDG_RUNTIME_DIR") == str(tmp_path)
         ]
-        engines = [each for each in processes if "core_process" in " ".join(each.cmdline())]
+        engines = running(processes, "core_process")
         assert len(engines) == 3
         for core in engines:
             front_end = core.parent()
