@@ -86,8 +86,10 @@ class Children:
 
         Raises `ApiError` for the first that is refused, `NotOursError`.
         """
-        for obj in objects:
-            owned = _stamped(obj, service)
+        stamped = [_stamped(obj, service) for obj in objects]
+        for owned in stamped:  # while one stays refused, the others need not be sent either
+            self._raise_if_refused(owned)
+        for owned in stamped:
             await self._recall(owned, live.get(child_id(owned)))
             known = self._applied.get(child_id(owned))
             if known is None or known.rendering != _stamp(owned):

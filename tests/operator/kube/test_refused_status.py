@@ -1,8 +1,10 @@
-"""An operator that may not write the status, as with a CRD that is older than it, works on."""
+"""An operator that may not write the status, as with a CRD that is older than it, works on; what is
+refused is not sent again and again."""
 
 from __future__ import annotations
 
 import pytest
+from aiohttp import web
 from cluster_kit.reconciling import KEY, Store, operating
 
 UNKNOWN = (
@@ -26,3 +28,28 @@ async def test_it_says_so_once_and_looks_as_often_as_ever(refusal: tuple[int, st
         store.refuses_status = None
         await reconciler.reconcile(KEY)
         assert store.condition("Degraded")["status"] == "False"
+
+
+class Picky(Store):
+    """It takes no template of decode pods that has a note, and counts what it is only asked."""
+
+    num_asked = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.num_asked += "dryRun" in request.query
+        noted = "noted" in await request.text() and "-decode-" in request.path
+        self.refuses_pods = (422, "no such field") if noted else None
+        return await super().answer(request)
+
+
+async def test_while_one_template_is_refused_none_is_sent_to_be_checked_again() -> None:
+    store = Picky()
+    async with operating(store) as reconciler:
+        await reconciler.reconcile(KEY)
+        store.spec = {"decode": {"podTemplate": {"metadata": {"annotations": {"noted": "1"}}}}}
+        await reconciler.reconcile(KEY)
+        assert store.condition("Degraded")["reason"] == "PodTemplateRejected"
+        asked = store.num_asked
+        assert asked
+        await reconciler.reconcile(KEY)
+        assert store.num_asked == asked

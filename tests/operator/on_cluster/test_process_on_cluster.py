@@ -61,9 +61,10 @@ def test_pods_that_stay_stuck_cost_no_request(
         namespace.degraded("stuck", "PodTemplateRejected")
         resting(namespace, "stuck")
         change, renewals = metric_change(operator, namespace, identity.lease, 8.0)
-        # One that asks again, and one that news of a pod asked for.
+        # One that asks again, and one that news of a pod asked for: two Deployments are sent, and
+        # the status may have learned that no node has room.
         assert change['diptych_operator_reconcile_total{result="done"}'] <= 2
-        assert change["diptych_operator_api_requests"] <= renewals + 2
+        assert change["diptych_operator_api_requests"] <= renewals + 3
 
 
 def test_a_restart_writes_nothing(apart: tuple[Namespace, Identity], tmp_path: Path) -> None:
