@@ -182,8 +182,8 @@ class Executor:
 
 
 def told_to_routers(snapshot: ServiceSnapshot, step: Step) -> Serving:
-    """What routers are told while they run. It is read up to minutes later, so one whose pools may
-    become empty on purpose is told beforehand, and until an older revision has pods."""
+    """What routers are told while they run. They read it up to minutes later. So they are told
+    beforehand that pools may become empty on purpose, unless an older revision has pods."""
     service, trial = snapshot.service, step.trial
     wanted = dict(step.replicas)
     empty = not wanted.pop(snapshot.target, NOTHING)

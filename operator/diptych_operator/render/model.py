@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from diptych_operator.api.base import SpecError
 from diptych_operator.api.engine import draft_uri
-from diptych_operator.api.model import ModelCache
+from diptych_operator.api.model import ModelCache, ModelCredentials
 from diptych_operator.api.names import (
     CONFIG_DIR,
     DRAFT_MODEL_CONTAINER,
@@ -74,6 +74,7 @@ class _Wanted:
     field: str
     """The field of the service that names it."""
     uri: ModelUri
+    credentials: ModelCredentials | None
     revision: str = ""
     sha256: str = ""
 
@@ -86,13 +87,18 @@ def model_mount(
     Raises `SpecError` for a model that this cluster cannot mount, naming a remedy.
     """
     model, draft = service.spec.model, draft_uri(service.spec.engine)
+    uri = parse_model_uri(model.uri)
     own = _Wanted(
-        MODEL_CONTAINER, "spec.model.uri", parse_model_uri(model.uri), model.revision, model.sha256
+        MODEL_CONTAINER, "spec.model.uri", uri, model.credentials, model.revision, model.sha256
     )
     mount = _mount(service, role, own, cluster_has_image_volumes)
     if role == "router" or not draft:
         return mount
-    wanted = _Wanted(DRAFT_MODEL_CONTAINER, DRAFT_MODEL_FIELD, parse_model_uri(draft))
+    there = parse_model_uri(draft)
+    # No other place than that of the model learns its token.
+    same_place = there.scheme == uri.scheme and (uri.scheme != "https" or there.host == uri.host)
+    credentials = model.credentials if same_place else None
+    wanted = _Wanted(DRAFT_MODEL_CONTAINER, DRAFT_MODEL_FIELD, there, credentials)
     other = _mount(service, role, wanted, cluster_has_image_volumes)
     return replace(
         mount,
@@ -144,8 +150,8 @@ def _fetched(service: InferenceService, role: Role, wanted: _Wanted) -> ModelMou
     path = cached_path(wanted.uri, wanted.revision, wanted.sha256, reader)
     source = _cache_volume(model.cache, service.metadata.namespace, reader)
     volumes: list[dict[str, Any]] = [{"name": "model-cache", **source}]
-    if model.credentials is not None and _may_have_credentials(service, wanted):
-        secret = {"secretName": model.credentials.secret_name, "defaultMode": 0o440}
+    if wanted.credentials is not None:
+        secret = {"secretName": wanted.credentials.secret_name, "defaultMode": 0o440}
         volumes.append({"name": "model-credentials", "secret": secret})
     return ModelMount(
         _file_uri(f"{MODEL_CACHE_DIR}/{path}"),
@@ -161,12 +167,6 @@ def fetcher_image(service: InferenceService, role: Role) -> str:
     spec = service.spec
     ours = role != "router" and spec.engine.runtime == "diptych"
     return spec.engine.image if ours else spec.router.image
-
-
-def _may_have_credentials(service: InferenceService, wanted: _Wanted) -> bool:
-    """Whether a model is where the service's own is: no other place learns a token."""
-    uri, own = wanted.uri, parse_model_uri(service.spec.model.uri)
-    return uri.scheme == own.scheme and (uri.scheme != "https" or uri.host == own.host)
 
 
 def _init_container(
@@ -185,7 +185,7 @@ def _init_container(
         arguments += ["--sha256", wanted.sha256]
     if _on_node(model.cache, reader):
         arguments.append("--shared")
-    if model.credentials is not None and _may_have_credentials(service, wanted):
+    if wanted.credentials is not None:
         arguments += ["--credentials", CREDENTIALS_DIR]
         mounts.append({"name": "model-credentials", "mountPath": CREDENTIALS_DIR, "readOnly": True})
     # The hub's client wants a home directory; the root file system is read-only.
