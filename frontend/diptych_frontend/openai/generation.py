@@ -140,8 +140,8 @@ class Job:
 
     @property
     def num_paid(self) -> int:
-        """How many tokens were billed when the client asked for the first time: its prompt's, and
-        those that it has of the answer."""
+        """How many tokens were billed when the client asked for the first time, unless that router
+        was killed: its prompt's, and those that it has of the answer."""
         kept = self.options.get("kept")
         return 0 if kept is None else self.num_prompt_tokens + kept.num_told
 
