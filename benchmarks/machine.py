@@ -23,7 +23,7 @@ def machine() -> str:
     facts = _cpu_facts()
     flags = [flag for flag in TELLING_FLAGS if flag in facts.get("flags", "").split()]
     return ", ".join([
-        facts.get("model name", platform.machine()),
+        _processor(facts),
         f"{len(os.sched_getaffinity(0))} cores",
         f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         " ".join(flags) or "no vector extensions of note",
@@ -48,6 +48,13 @@ def record(name: str, results: Mapping[str, Any], page: str) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
     (RESULTS / f"{name}.md").write_text(page)
     print(page)
+
+
+def _processor(facts: Mapping[str, str]) -> str:
+    """Its name; with the family, since a virtual machine's says "AMD EPYC" of a Zen 4 and a 5."""
+    name = facts.get("model name", platform.machine())
+    family = facts.get("cpu family")
+    return name if family is None else f"{name} (family {family}, model {facts['model']})"
 
 
 def _cpu_facts() -> dict[str, str]:
