@@ -13,7 +13,7 @@ import pytest
 from engine_kit.echo_engine import EchoEngine
 
 from diptych_frontend.app import build_app
-from diptych_frontend.batches_api import batch_run, runner
+from diptych_frontend.batches_api import batch_run
 from diptych_frontend.batches_api.batch_run import Manners
 from diptych_frontend.batches_api.service import BatchService
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -30,8 +30,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_run, "LOOK_S", 0.02)
     monkeypatch.setattr(batch_run, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(batch_run, "MAX_WAIT_S", 0.02)
-    monkeypatch.setattr(runner, "LOOK_S", 0.05)
-    monkeypatch.setattr(runner, "REST_S", 0.05)
+    monkeypatch.setattr("diptych_frontend.batches_api.service.LOOK_S", 0.05)
+    monkeypatch.setattr("diptych_frontend.batches_api.service.REST_S", 0.05)
 
 
 @pytest.fixture
