@@ -6,7 +6,6 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from diptych_frontend.batches_api.usage import BatchUsage
 from diptych_frontend.openai.api_types import MAX_METADATA, MetadataText
 
 Endpoint = Literal[
@@ -114,6 +113,28 @@ class RequestCounts(msgspec.Struct, frozen=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    """Tokens of prompts that were in a prefix cache."""
+
+    cached_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Tokens of answers that were reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct, frozen=True):
+    """The tokens of all answers of a batch so far."""
+
+    input_tokens: int = 0
+    input_tokens_details: InputDetails = InputDetails()
+    output_tokens: int = 0
+    output_tokens_details: OutputDetails = OutputDetails()
+    total_tokens: int = 0
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,10 +24,10 @@ from diptych_frontend.batches_api.api_types import (
     BatchError,
     BatchErrors,
     BatchRequest,
+    BatchUsage,
     RequestCounts,
     Status,
 )
-from diptych_frontend.batches_api.usage import BatchUsage
 
 ENDED: Final[frozenset[Status]] = frozenset({"failed", "completed", "expired", "cancelled"})
 End = Literal["completed", "expired", "cancelled"]

@@ -10,10 +10,10 @@ from diptych_frontend.batches_api.api_types import (
     WINDOW_S,
     BatchError,
     BatchRequest,
+    BatchUsage,
     ExpiresAfter,
 )
 from diptych_frontend.batches_api.states import Record
-from diptych_frontend.batches_api.usage import BatchUsage
 
 REQUEST = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
 

@@ -7,13 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych_frontend.batches_api.usage import (
-    BatchUsage,
-    InputDetails,
-    OutputDetails,
-    Told,
-    added,
-)
+from diptych_frontend.batches_api.api_types import BatchUsage, InputDetails, OutputDetails
+from diptych_frontend.batches_api.journal import Told, added
 
 BEFORE = BatchUsage(1, InputDetails(1), 1, OutputDetails(1), 2)
 
