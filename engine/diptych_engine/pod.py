@@ -13,8 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from diptych_frontend.admin.calls import build_admin_app, seconds_of
-from diptych_frontend.admin.control import ControlRoutes
-from diptych_frontend.admin.weights import WeightRoutes
+from diptych_frontend.admin.control import MAX_DRAIN_S, ControlRoutes, WeightRoutes
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -27,7 +26,6 @@ from diptych_protocol import DiptychError, EngineConfig
 
 log = logging.getLogger(__name__)
 
-MAX_DRAIN_S = 86400.0
 STANDBY_AFTER_S = 2.0
 """The first steps of a core have the processors for themselves."""
 STANDBY_AGAIN_S = 60.0

@@ -1,7 +1,11 @@
-"""The control calls over HTTP, on the admin port of an engine pod.
+"""The control calls over HTTP, and adapters and new weights, on the admin port of an engine pod.
 
-Bodies are JSON objects. Each field may be left out, and so may the body. An answer comes when the
-call is done. A call that the engine's present state does not allow gets 409.
+Bodies are JSON objects. Each field of a control call may be left out, and so may the body. An
+answer comes when the call is done. A call that the engine's present state does not allow gets 409.
+
+An adapter's path is one in the engine's pod. Once it is loaded, API requests may use its name in
+place of the model's. The bodies about weights only announce tensors: the process group of a trainer
+in another pod carries them (`weights.trainer`).
 """
 
 from __future__ import annotations
@@ -17,8 +21,15 @@ from starlette.routing import Route
 
 from diptych_frontend.admin.calls import body_of
 from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.weights import CoreWeights
 from diptych_frontend.openai.responses import json_response
-from diptych_protocol import InvalidRequestError, UtilityError
+from diptych_protocol import (
+    InvalidRequestError,
+    LoRARequest,
+    UtilityError,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from diptych_protocol.control_calls import CONTROL_CALLS, ControlCall, Done
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -49,6 +60,26 @@ class ControlReport(msgspec.Struct, frozen=True):
     is_sleeping: bool
     sleep_level: int
     """0: everything is in memory; 1: the weights are in host memory; 2: they are dropped."""
+
+
+class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+
+
+class AdapterReport(msgspec.Struct):
+    """The adapters that requests may name now."""
+
+    adapters: list[LoRARequest]
+
+
+class Update(msgspec.Struct, forbid_unknown_fields=True):
+    names: list[str]
+    update_info: dict[str, Any]
 
 
 class ControlRoutes:
@@ -105,3 +136,45 @@ def refusable(act: Handler) -> Handler:
             raise InvalidRequestError(str(exc), status=409, code="refused") from exc
 
     return handler
+
+
+class WeightRoutes:
+    """Routes for `build_admin_app`."""
+
+    def __init__(self, engine: CoreWeights) -> None:
+        self._engine = engine
+
+    def routes(self) -> list[Route]:
+        acts = (
+            self.load_lora_adapter,
+            self.unload_lora_adapter,
+            refusable(self.init_weight_transfer_engine),
+            refusable(self.update_weights),
+        )
+        return [Route(f"/admin/{act.__name__}", act, methods=["POST"]) for act in acts]
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        wanted = body_of(request, LoadAdapter)
+        try:
+            await self._engine.load_adapter(wanted.lora_name, wanted.lora_path)
+        except UtilityError as exc:  # its files, or the lack of a place for it
+            raise InvalidRequestError(str(exc), param="lora_path") from exc
+        return self._adapters()
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        await self._engine.unload_adapter(body_of(request, UnloadAdapter).lora_name)
+        return self._adapters()
+
+    def _adapters(self) -> Response:
+        return json_response(AdapterReport(list(self._engine.adapters.values())))
+
+    async def init_weight_transfer_engine(self, request: Request) -> Response:
+        wanted = body_of(request, WeightTransferInitRequest)
+        await self._engine.init_weight_transfer_engine(wanted)
+        return json_response(Done())
+
+    async def update_weights(self, request: Request) -> Response:
+        wanted = body_of(request, Update)
+        announced = WeightTransferUpdateRequest(wanted.names, update_info=wanted.update_info)
+        await self._engine.update_weights(announced)
+        return json_response(Done())

@@ -23,8 +23,7 @@ from waits import PATIENCE_S
 
 from diptych_engine.weights.trainer import WeightSender, describe
 from diptych_frontend.admin.calls import build_admin_app
-from diptych_frontend.admin.control import ControlRoutes
-from diptych_frontend.admin.weights import WeightRoutes
+from diptych_frontend.admin.control import ControlRoutes, WeightRoutes
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
     Array,

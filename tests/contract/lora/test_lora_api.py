@@ -15,7 +15,7 @@ from model_kit.checkpoints import merged, random_tensors, save_adapter, save_mod
 from waits import PATIENCE_S
 
 from diptych_frontend.admin.calls import build_admin_app
-from diptych_frontend.admin.weights import WeightRoutes
+from diptych_frontend.admin.control import WeightRoutes
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import EngineConfig, LoRARequest, SamplingParams, UtilityError

@@ -30,8 +30,13 @@ from diptych.errors import BadInputError
 from diptych_engine.lora.peft import read_peft
 from diptych_engine.models.stored_parts import open_safetensors
 from diptych_engine.parallel import steps
-from diptych_frontend.admin.control import RejectKVTransfer, Scale
-from diptych_frontend.admin.weights import LoadAdapter, UnloadAdapter, Update
+from diptych_frontend.admin.control import (
+    LoadAdapter,
+    RejectKVTransfer,
+    Scale,
+    UnloadAdapter,
+    Update,
+)
 from diptych_frontend.batches_api.form import UploadForm
 from diptych_frontend.batches_api.lines import check
 from diptych_frontend.browsers.gate import HOST, ORIGIN, BrowserRules
