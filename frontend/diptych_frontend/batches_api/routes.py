@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import BinaryIO, Final, Literal, TypeVar
+from typing import BinaryIO, Final, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -12,15 +12,12 @@ from starlette.routing import Route
 
 from diptych_frontend.batches_api.api_types import BatchRequest, FileDeleted
 from diptych_frontend.batches_api.service import BatchService
-from diptych_frontend.openai.errors import from_decode_error
-from diptych_frontend.openai.exchange import decode_body, exchange_of
+from diptych_frontend.openai.exchange import decode_body, decode_query, exchange_of
 from diptych_frontend.openai.responses import json_response
-from diptych_protocol import InvalidRequestError, UnsupportedFeatureError
+from diptych_protocol import UnsupportedFeatureError
 
 FILES_PATH: Final = "/v1/files"
 READ_AT_ONCE: Final = 256 << 10
-
-Q = TypeVar("Q", bound=msgspec.Struct)
 
 
 class FileQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,7 +69,7 @@ class BatchRoutes:
         service = self._on
         if request.method == "POST":
             return json_response(await service.uploads.take(request))
-        query = _query(request, FileQuery, most=10_000)
+        query = decode_query(request.query_params, FileQuery, most=10_000)
         page = await service.disk.run(
             service.files.page,
             _client(request),
@@ -109,7 +106,7 @@ class BatchRoutes:
             made = await service.disk.run(service.store.create, client, body)
             service.look()
             return json_response(made)
-        query = _query(request, BatchQuery, most=100)
+        query = decode_query(request.query_params, BatchQuery, most=100)
         page = await service.disk.run(
             service.store.page, client, after=query.after, limit=query.limit
         )
@@ -138,14 +135,3 @@ async def _pieces(service: BatchService, file: BinaryIO) -> AsyncIterator[bytes]
 
 def _client(request: Request) -> str:
     return exchange_of(request.scope).tenant
-
-
-def _query(request: Request, kind: type[Q], most: int) -> Q:
-    """The parameters of a list. Raises `InvalidRequestError`, naming the parameter."""
-    try:
-        query = msgspec.convert(dict(request.query_params), kind, strict=False)
-    except msgspec.ValidationError as exc:
-        raise from_decode_error(exc) from exc
-    if not 1 <= query.limit <= most:  # type: ignore[attr-defined]
-        raise InvalidRequestError(f"limit must be between 1 and {most}", param="limit")
-    return query

@@ -9,7 +9,7 @@ from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 from starlette.types import Message, Scope, Send
@@ -334,6 +334,18 @@ def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int =
     finally:
         if large:
             gc.enable()
+
+
+def decode_query(params: Mapping[str, str], kind: type[T], most: int) -> T:
+    """Return the parameters of a list, of which `limit` may be 1 to `most`. Raises
+    `InvalidRequestError`, naming the parameter."""
+    try:
+        query: Any = msgspec.convert(dict(params), kind, strict=False)
+    except msgspec.ValidationError as exc:
+        raise from_decode_error(exc) from exc
+    if not 1 <= query.limit <= most:
+        raise InvalidRequestError(f"limit must be between 1 and {most}", param="limit")
+    return cast(T, query)
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], field: str) -> list[str | list[int]]:

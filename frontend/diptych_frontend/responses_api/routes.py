@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from diptych_frontend.openai.chat import ChatApi
-from diptych_frontend.openai.exchange import exchange_of
+from diptych_frontend.openai.exchange import decode_query, exchange_of
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter, json_response
 from diptych_frontend.responses_api.answers import Keep, ResponsesWriter, new_response
@@ -92,32 +92,29 @@ class StoredResponses:
     async def one(self, request: Request) -> Response:
         """GET or DELETE. Raises `InvalidRequestError` for a response that does not exist."""
         response_id = request.path_params["response_id"]
-        tenant = exchange_of(request.scope).tenant
         if request.query_params.get("stream") == "true":
             raise InvalidRequestError("a stored response is not streamed", param="stream")
+        tenant = exchange_of(request.scope).tenant
         if request.method == "DELETE" and self._store.delete(tenant, response_id):
             deleted = {"id": response_id, "object": "response", "deleted": True}
             return json_response(deleted)
-        kept = self._store.get(tenant, response_id)
-        if kept is None:
-            raise _not_there(response_id)
-        return Response(kept.body, media_type="application/json")
+        return Response(self._kept(request).body, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         """GET a response's input, with the conversation before. Raises `InvalidRequestError`."""
+        kept = self._kept(request)
+        query = decode_query(request.query_params, ItemQuery, most=100)
+        items = kept.items[: kept.num_input]
+        return json_response(page_of(request.path_params["response_id"], items, query))
+
+    def _kept(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]
-        tenant = exchange_of(request.scope).tenant
-        kept = self._store.get(tenant, response_id)
+        kept = self._store.get(exchange_of(request.scope).tenant, response_id)
         if kept is None:
-            raise _not_there(response_id)
-        page = page_of(response_id, kept.items[: kept.num_input], request.query_params)
-        return json_response(page)
-
-
-def _not_there(response_id: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"there is no stored response {response_id[:100]!r}", status=404, code="not_found"
-    )
+            raise InvalidRequestError(
+                f"there is no stored response {response_id[:100]!r}", status=404, code="not_found"
+            )
+        return kept
 
 
 class InputTokens(msgspec.Struct):
@@ -127,14 +124,20 @@ class InputTokens(msgspec.Struct):
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
-MAX_LIMIT: Final = 100
-DEFAULT_LIMIT: Final = 20
 _PREFIXES: Final = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
     "reasoning": "rs",
 }
+
+
+class ItemQuery(msgspec.Struct):
+    """The query parameters of a list of input items."""
+
+    after: str | None = None
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
 
 
 class InputItems(msgspec.Struct, kw_only=True):
@@ -147,20 +150,18 @@ class InputItems(msgspec.Struct, kw_only=True):
     has_more: bool
 
 
-def page_of(response_id: str, items: Sequence[Item], query: Mapping[str, str]) -> InputItems:
-    """Return the items that a client asks for by `limit`, `order` and `after`, by default the
-    newest first. Raises `InvalidRequestError` naming the parameter."""
+def page_of(response_id: str, items: Sequence[Item], query: ItemQuery) -> InputItems:
+    """Return the items that a client asks for. Raises `InvalidRequestError` for an unknown one."""
     told = [_told(response_id, number, item) for number, item in enumerate(items)]
-    if _one_of(query, "order", ("desc", "asc")) == "desc":
+    if query.order == "desc":
         told.reverse()
-    begin = _begin(query.get("after"), [item["id"] for item in told])
-    limit = _limit(query.get("limit"))
-    shown = told[begin : begin + limit]
+    begin = _begin(query.after, [item["id"] for item in told])
+    shown = told[begin : begin + query.limit]
     return InputItems(
         data=shown,
         first_id=shown[0]["id"] if shown else None,
         last_id=shown[-1]["id"] if shown else None,
-        has_more=len(told) > begin + limit,
+        has_more=len(told) > begin + query.limit,
     )
 
 
@@ -183,20 +184,3 @@ def _begin(after: str | None, ids: Sequence[str]) -> int:
     if after not in ids:
         raise InvalidRequestError(f"after: there is no item {after[:100]!r}", param="after")
     return ids.index(after) + 1
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return DEFAULT_LIMIT
-    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 5 else 0
-    if not 1 <= limit <= MAX_LIMIT:
-        raise InvalidRequestError(f"limit must be 1 to {MAX_LIMIT}", param="limit")
-    return limit
-
-
-def _one_of(query: Mapping[str, str], name: str, values: tuple[str, ...]) -> str:
-    """A parameter that has few values, of which the first is the default."""
-    value = query.get(name, values[0])
-    if value not in values:
-        raise InvalidRequestError(f"{name} must be {' or '.join(values)}", param=name)
-    return value
