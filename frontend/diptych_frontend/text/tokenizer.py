@@ -197,24 +197,10 @@ class Tokenizer:
             return bytes.fromhex(byte[1])
         return self.token_text(token_id).encode()
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """Return the prompt of a conversation; otherwise as `ConfinedTemplate.render`."""
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        return self._template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_kwargs=template_kwargs,
-        )
+        return self._template.render(messages, **options)

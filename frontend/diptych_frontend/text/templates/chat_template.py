@@ -68,7 +68,7 @@ class ChatTemplate:
         self,
         messages: list[dict[str, Any]],
         *,
-        add_generation_prompt: bool,
+        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
