@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from served import serve_http
 from service_kit import Pair, engine_config, healthy, make_router, start_engine
 
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import new_keys, read_keys
-from diptych_frontend.openai.server import serve_http
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from engine_kit.core import EXACT, make_core
 from engine_kit.pooling import hidden_states, runner_of
+from served import serve_http
 from service_kit import Pair, generate
 from waits import PATIENCE_S
 
@@ -22,7 +23,6 @@ from diptych_engine.control.core import EngineCore
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.client import CoreClient
-from diptych_frontend.openai import serve_http
 from diptych_frontend.probes import METRICS_AGE_S
 from diptych_frontend.text import deprecations
 from diptych_protocol import (

@@ -16,13 +16,13 @@ import pytest
 import pytest_asyncio
 from model_kit.pictures import data_url, encoded, image_part, picture
 from model_kit.seeing import Published
+from served import serve_http
 from service_kit import engine_config, healthy, make_pools, start_engine
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
-from diptych_frontend.openai import serve_http
 from diptych_protocol import EngineClient, RequestOutputKind, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

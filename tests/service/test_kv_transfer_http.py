@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from served import serve_http
 from service_kit import engine_config, generate, start_engine
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.openai import serve_http
 from diptych_protocol import KVTransferConfig, RequestOutput
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from served import serve_http
 from service_kit import Core, all_usable, cores, engine_config, link_of, routing
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.server import serve_http
 from diptych_router.requests.pool_client import PoolClient
 
 LENGTH = 96

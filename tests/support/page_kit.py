@@ -12,10 +12,10 @@ from typing import Any
 
 from engine_kit.echo_engine import EOS, ByteRenderer, EchoEngine
 from free_ports import free_port
+from served import serve_http
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.openai import serve_http
 from diptych_protocol import TokensPrompt
 from diptych_protocol.admin import Explanation
 from diptych_router.telling.page.panels import Panels, panels_of

@@ -7,7 +7,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from diptych_frontend.openai.server import serve_http
+from diptych_frontend.openai.server import Site, listen, serve_sites
+
+
+async def serve_http(app: Any, host: str, port: int, **options: Any) -> None:
+    """Serve one app until cancellation; see `listen` and `serve_sites`."""
+    await serve_sites(Site(app, listen(host, port)), **options)
 
 
 @contextlib.asynccontextmanager

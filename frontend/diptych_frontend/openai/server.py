@@ -97,19 +97,6 @@ class Site:
     """None: the site uses plain HTTP."""
 
 
-async def serve_http(
-    app: ASGIApp,
-    host: str,
-    port: int,
-    *,
-    drain_timeout_s: float = DRAIN_TIMEOUT_S,
-    on_ready: OnReady | None = None,
-) -> None:
-    """Serve until SIGTERM, SIGINT or cancellation; see `listen` and `serve_sites`."""
-    site = Site(app, listen(host, port))
-    await serve_sites(site, drain_timeout_s=drain_timeout_s, on_ready=on_ready)
-
-
 async def serve_sites(
     *sites: Site,
     drain: Drain | None = None,

@@ -12,13 +12,13 @@ from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium
 from engine_kit.echo_engine import EchoEngine
 from free_ports import free_port
 from playwright.sync_api import Browser, Page
+from served import serve_http
 from starlette.responses import HTMLResponse
 from starlette.routing import Route, Router
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.browsers.gate import BrowserRules
-from diptych_frontend.openai import serve_http
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)
 

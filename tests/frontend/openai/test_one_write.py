@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from served import serve_http
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import httptools_impl
 from waits import PATIENCE_S
 
-from diptych_frontend.openai import serve_http
 from diptych_frontend.openai.exchange import PARTS_KEY
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]}

@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from served import serve_http
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.openai import Site, listen, serve_http, serve_sites
+from diptych_frontend.openai.server import Site, listen, serve_sites
 
 BODY = {"model": "echo", "prompt": "abc", "max_tokens": 10**9}
 
@@ -37,7 +38,7 @@ async def start(app: Any, **options: Any) -> tuple[asyncio.Task[None], str]:
 def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        program = f"from diptych_frontend.openai import listen; listen('127.0.0.1', {port})"
+        program = f"from diptych_frontend.openai.server import listen; listen('127.0.0.1', {port})"
         ended = subprocess.run(
             [sys.executable, "-c", program],
             capture_output=True,

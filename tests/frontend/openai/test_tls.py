@@ -14,7 +14,7 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.openai import Site, listen, serve_sites
+from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.openai.tls import Certificate
 from diptych_protocol import InvalidRequestError
 
