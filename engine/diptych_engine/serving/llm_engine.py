@@ -22,7 +22,7 @@ from diptych_engine.serving.sync_core import (
     wants_process,
 )
 from diptych_frontend.core_client.engine_args import EngineArgs
-from diptych_frontend.core_client.foreign_options import refuse_foreign, with_executor
+from diptych_frontend.core_client.foreign_options import MM_REGISTRY, with_executor
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
 from diptych_frontend.text.deprecations import warn_of_made_requests
@@ -102,7 +102,7 @@ class LLMEngine(EngineReports):
         Raises `InvalidRequestError` for a configuration or a model that cannot work, and
         `UnsupportedFeatureError` for an option that means nothing here.
         """
-        refuse_foreign(mm_registry=mm_registry)
+        MM_REGISTRY.judge("mm_registry", mm_registry)
         self._lockstep_peers = lockstep_peers_of(vllm_config, multiprocess_mode)
         config_of_core = with_executor(vllm_config, executor_class)
         self.usage_context = usage_context

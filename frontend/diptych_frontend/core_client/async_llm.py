@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from diptych_frontend.core_client.elastic import Resizer
 from diptych_frontend.core_client.engine_args import EngineArgs
-from diptych_frontend.core_client.foreign_options import refuse_foreign, with_executor
+from diptych_frontend.core_client.foreign_options import MM_REGISTRY, with_executor
 from diptych_frontend.core_client.group import CoreGroup
 from diptych_frontend.core_client.health import STALL_LIMIT_S, CoreHealth
 from diptych_frontend.core_client.launcher import START_TIMEOUT_S, TERMINATE_GRACE_S, Core, adopted
@@ -95,7 +95,7 @@ class AsyncLLM(CoreHealth, CoreWeights):
         Raises `InvalidRequestError` for a configuration or a model that cannot work, and
         `UnsupportedFeatureError` for an option that means nothing here.
         """
-        refuse_foreign(mm_registry=mm_registry)
+        MM_REGISTRY.judge("mm_registry", mm_registry)
         vllm_config = with_executor(vllm_config, executor_class)
         if not 0 <= client_index < client_count:
             raise InvalidRequestError(

@@ -16,7 +16,6 @@ from diptych_protocol import EngineConfig, InvalidRequestError, UnsupportedFeatu
 
 log = logging.getLogger(__name__)
 
-_WHY = {"mm_registry": "the model's own processor takes images"}
 PREFIX: Final = "VLLM_"
 
 
@@ -39,6 +38,9 @@ class Foreign:
         if not self.ignored:
             raise UnsupportedFeatureError(f"{name}={value!r} is not supported: {self.why}")
         log.warning("%s=%r changes nothing: %s", name, value, self.why)
+
+
+MM_REGISTRY: Final = Foreign("the model's own processor takes images")
 
 
 @cache
@@ -137,13 +139,6 @@ class ForeignArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     disable_log_requests: Annotated[
         Any, Foreign("requests are logged with enable_log_requests", (True,))
     ] = None
-
-
-def refuse_foreign(**options: object) -> None:
-    """Raise `UnsupportedFeatureError` unless each of the named options is None."""
-    for name, value in options.items():
-        if value is not None:
-            raise UnsupportedFeatureError(f"{name} must be left alone: {_WHY[name]}")
 
 
 def with_executor(config: EngineConfig, executor_class: object) -> EngineConfig:

@@ -25,10 +25,10 @@ from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import Collector
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.v0.params import (
+    PROMPT_ADAPTER,
     DecodingConfig,
     Device,
     PromptAdapterRequest,
-    no_prompt_adapter,
     params_of_today,
 )
 from diptych_frontend.v0.sockets import (
@@ -224,7 +224,7 @@ class MQLLMEngineClient(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Do the same as any client, with V0's order of arguments; `options` are other clients'
         further arguments."""
-        no_prompt_adapter(prompt_adapter_request)
+        PROMPT_ADAPTER.judge("prompt_adapter_request", prompt_adapter_request)
         outputs = super().generate(
             prompt, sampling_params, request_id, lora_request=lora_request,
             trace_headers=trace_headers, priority=priority, **options,

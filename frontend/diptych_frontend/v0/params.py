@@ -15,7 +15,6 @@ from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,
     StructuredOutputsParams,
-    UnsupportedFeatureError,
 )
 
 Base = TypeVar("Base", bound=msgspec.Struct)
@@ -48,7 +47,7 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class PromptAdapterRequest:
-    """Names a prompt adapter. No engine here has any; see `no_prompt_adapter`."""
+    """Names a prompt adapter. No engine here has any."""
 
     prompt_adapter_name: str
     prompt_adapter_id: int
@@ -56,13 +55,7 @@ class PromptAdapterRequest:
     prompt_adapter_num_virtual_tokens: int
 
 
-def no_prompt_adapter(request: object) -> None:
-    """Raise `UnsupportedFeatureError` unless the request is None."""
-    if request is not None:
-        raise UnsupportedFeatureError(
-            "prompt_adapter_request must be left alone: prompt adapters are not supported; "
-            "use lora_request"
-        )
+PROMPT_ADAPTER: Final = Foreign("prompt adapters are not supported; use lora_request")
 
 
 class GuidedDecodingParams(StructuredOutputsParams, omit_defaults=True):
