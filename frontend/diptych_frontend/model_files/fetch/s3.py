@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import obstore
 from obstore.exceptions import (
@@ -124,19 +125,11 @@ def _config(credentials: Credentials) -> S3Config:
     Without either, requests are not signed: that opens public buckets, and a pod that was given no
     identity does not take that of its node.
     """
-    config: S3Config = {}
-    if credentials.access_key_id:
-        config["access_key_id"] = credentials.access_key_id
-        config["secret_access_key"] = credentials.secret_access_key
-    elif not any(name in os.environ for name in AMBIENT):
-        config["skip_signature"] = True
-    if credentials.session_token:
-        config["session_token"] = credentials.session_token
-    if credentials.region:
-        config["region"] = credentials.region
-    if credentials.endpoint:
-        config["endpoint"] = credentials.endpoint
-    return config
+    given = {name: value for name, value in asdict(credentials).items() if value}
+    given.pop("token", None)  # is not for stores, which call all the others as we do
+    if "access_key_id" not in given and not any(name in os.environ for name in AMBIENT):
+        given["skip_signature"] = True
+    return cast("S3Config", given)
 
 
 def _client_options(credentials: Credentials) -> ClientConfig:
