@@ -287,39 +287,27 @@ def config_from_gguf(
             )
         kv_heads = kv_heads[0]
     ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot, *named) if t is not None)
-    return _checked(
-        ModelConfig(
-            architecture=family.architecture,
-            vocab_size=keys.vocab_size or len(vocabulary.tokens),
-            hidden_size=keys.hidden_size,
-            intermediate_size=keys.intermediate_size,
-            num_hidden_layers=keys.num_hidden_layers,
-            num_attention_heads=keys.num_attention_heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=keys.max_position_embeddings,
-            rms_norm_eps=keys.rms_norm_eps,
-            rope_theta=keys.rope_theta,
-            rope_scaling=scaling_from_gguf(
-                _convert(own, GGUFScaling),
-                keys.max_position_embeddings,
-                rope_vectors,
-                truncates=family.gguf_yarn_truncates,
-            ),
-            tie_word_embeddings="output.weight" not in tensor_names,
-            attention_bias=family.attention_bias,
-            qk_norm=family.qk_norm,
-            sliding_window=keys.sliding_window or None,
-            rotary_dim=0 if keys.rope_dim in (None, head_dim) else keys.rope_dim,
-            bos_token_id=vocabulary.bos,
-            eos_token_ids=tuple(ends),
-            num_experts=keys.num_experts,
-            num_experts_per_tok=keys.num_experts_per_tok,
-            moe_intermediate_size=keys.moe_intermediate_size,
-            norm_topk_prob=keys.num_experts > 0,  # the format has no key for it
-            **layers,
-        )
-    )
+    other: dict[str, Any] = {
+        "architecture": family.architecture,
+        "vocab_size": keys.vocab_size or len(vocabulary.tokens),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rope_scaling": scaling_from_gguf(
+            _convert(own, GGUFScaling),
+            keys.max_position_embeddings,
+            rope_vectors,
+            truncates=family.gguf_yarn_truncates,
+        ),
+        "tie_word_embeddings": "output.weight" not in tensor_names,
+        "attention_bias": family.attention_bias,
+        "qk_norm": family.qk_norm,
+        "sliding_window": keys.sliding_window or None,
+        "rotary_dim": 0 if keys.rope_dim in (None, head_dim) else keys.rope_dim,
+        "bos_token_id": vocabulary.bos,
+        "eos_token_ids": tuple(ends),
+        "norm_topk_prob": keys.num_experts > 0,  # the format has no key for it
+    }
+    return _checked(ModelConfig(**_same_names(keys) | other | layers))
 
 
 class HFConfig(msgspec.Struct):
@@ -379,31 +367,23 @@ def config_from_hf(
         ends = config.eos_token_id if config.eos_token_id is not None else []
     rope = rope_from_hf(raw)
     head_dim = config.head_dim or _head_dim(config.hidden_size, config.num_attention_heads)
-    return _checked(
-        ModelConfig(
-            architecture=family.architecture,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-            head_dim=head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=rope_theta(rope, config.rope_theta),
-            rope_scaling=scaling_from_hf(rope, config.max_position_embeddings),
-            tie_word_embeddings=config.tie_word_embeddings,
-            attention_bias=family.attention_bias,
-            qk_norm=family.qk_norm,
-            sliding_window=config.sliding_window if family.uses_window else None,
-            bos_token_id=config.bos_token_id,
-            eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
-            vision=vision,
-            **_experts(config),
-            **layers_from_hf(raw, family, config.num_hidden_layers, head_dim, config.hidden_size),
-        )
-    )
+    experts = config.num_experts if config.num_local_experts is None else config.num_local_experts
+    other: dict[str, Any] = {
+        "architecture": family.architecture,
+        "num_key_value_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": head_dim,
+        "rope_theta": rope_theta(rope, config.rope_theta),
+        "rope_scaling": scaling_from_hf(rope, config.max_position_embeddings),
+        "attention_bias": family.attention_bias,
+        "qk_norm": family.qk_norm,
+        "sliding_window": config.sliding_window if family.uses_window else None,
+        "eos_token_ids": tuple(ends) if isinstance(ends, list) else (ends,),
+        "vision": vision,
+        "num_experts": experts or 0,
+        "mlp_only_layers": tuple(config.mlp_only_layers or ()),
+    }
+    layers = layers_from_hf(raw, family, config.num_hidden_layers, head_dim, config.hidden_size)
+    return _checked(ModelConfig(**_same_names(config) | other | layers))
 
 
 def _vision(raw: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionConfig:
@@ -431,17 +411,10 @@ def _decoder_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _experts(config: HFConfig) -> dict[str, Any]:
-    """The fields of `ModelConfig` that describe a mixture of experts."""
-    number = config.num_experts if config.num_local_experts is None else config.num_local_experts
-    return {
-        "num_experts": number or 0,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "norm_topk_prob": config.norm_topk_prob,
-        "decoder_sparse_step": config.decoder_sparse_step,
-        "mlp_only_layers": tuple(config.mlp_only_layers or ()),
-    }
+def _same_names(keys: GGUFKeys | HFConfig) -> dict[str, Any]:
+    """What `ModelConfig` calls as these keys do."""
+    names = set(keys.__struct_fields__).intersection(ModelConfig.__struct_fields__)
+    return {name: getattr(keys, name) for name in names}
 
 
 def _require_plain(config: HFConfig, family: FamilySpec) -> None:
