@@ -70,20 +70,20 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
         "hermes": HERMES,
         "llama": ToolCallFormat(
             llama.MARKERS,
-            llama.open_call,
+            llama.LlamaCall,
             bare="{",
             separators=llama.SEPARATORS,
             prepare=earlier.one_call_each,
         ),
         "mistral": ToolCallFormat(
             mistral.MARKERS,
-            mistral.open_call,
+            mistral.MistralCalls,
             has_special_markers=True,
             prepare=earlier.short_ids,
         ),
         "granite": ToolCallFormat(
             mistral.OF_GRANITE,
-            mistral.open_call,
+            mistral.MistralCalls,
             has_special_markers=True,
             write=mistral.written_by_granite,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diptych_frontend.tool_calls.calls import ParsedCall, Tools, call_of_json, may_begin
+from diptych_frontend.tool_calls.calls import ParsedCall, call_of_json, may_begin
 from diptych_frontend.tool_calls.json_end import BracketedCalls, JsonEnd
 
 TAG: Final = "<|python_tag|>"
@@ -14,7 +14,7 @@ SEPARATORS: Final = ";"
 
 
 class LlamaCall(BracketedCalls):
-    """See `OpenCall`."""
+    """See `OpenCall`. An empty marker stands for a call without one."""
 
     BRACKET = "{"
     END = JsonEnd
@@ -28,9 +28,3 @@ class LlamaCall(BracketedCalls):
         names = [f'"name":"{name}"' for name in self._tools]
         beginnings = [f"{{{kind}{name}" for kind in ("", '"type":"function",') for name in names]
         return [] if self._marker or may_begin(text, beginnings) else None
-
-
-def open_call(marker: str, tools: Tools) -> LlamaCall:
-    """Return the call that begins with the marker; an empty marker stands for a call
-    without one."""
-    return LlamaCall(marker, tools)

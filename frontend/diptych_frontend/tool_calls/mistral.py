@@ -32,7 +32,7 @@ _HEADER: Final = re.compile(
 class MistralCalls:
     """See `OpenCall`."""
 
-    def __init__(self, marker: str) -> None:
+    def __init__(self, marker: str, tools: Tools) -> None:
         self._start = len(marker)
         self._name: str | None = None
         self._begin: int | None = None
@@ -62,11 +62,6 @@ class MistralCalls:
             return calls_of_json(written)
         call = call_of(self._name, written)
         return None if call is None else [call]
-
-
-def open_call(marker: str, tools: Tools) -> MistralCalls:
-    """Return the calls that begin with the marker."""
-    return MistralCalls(marker)
 
 
 def written_by_granite(calls: list[dict[str, Any]]) -> str:
