@@ -25,11 +25,6 @@ def new_keys() -> CurveKeys:
     return CurveKeys(public.decode(), secret.decode())
 
 
-def read_keys(directory: Path) -> CurveKeys:
-    """Return the pair in the files `curve-public` and `curve-secret` of a mounted Secret."""
-    return _read_pair(directory, "")
-
-
 def read_key_ring(directory: Path) -> list[CurveKeys]:
     """Return the pairs that an engine of the service may have: the current one, then the previous
     one.
@@ -37,13 +32,14 @@ def read_key_ring(directory: Path) -> list[CurveKeys]:
     There is a previous pair (`previous-curve-public`, `previous-curve-secret`) only during a
     rotation. Raises `InvalidRequestError` if a required file is missing or is no key.
     """
-    ring = [_read_pair(directory, "")]
+    ring = [read_keys(directory)]
     if (directory / f"{PREVIOUS}curve-public").exists():
-        ring.append(_read_pair(directory, PREVIOUS))
+        ring.append(read_keys(directory, PREVIOUS))
     return ring
 
 
-def _read_pair(directory: Path, prefix: str) -> CurveKeys:
+def read_keys(directory: Path, prefix: str = "") -> CurveKeys:
+    """Return the pair in the files `curve-public` and `curve-secret` of a mounted Secret."""
     names = (f"{prefix}curve-public", f"{prefix}curve-secret")
     try:
         public, secret = ((directory / name).read_text().strip() for name in names)

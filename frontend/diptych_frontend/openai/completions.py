@@ -51,14 +51,6 @@ BYTES: Final = "bytes:"
 """Begins the name of a token that is only a part of a character."""
 
 
-def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """Return the prompts of the request: one text, one list of token ids, or a list of either.
-
-    Raises `InvalidRequestError` for an empty or mixed list.
-    """
-    return split_prompts(request.prompt, "prompt")
-
-
 class CompletionApi:
     """The `Api` of /v1/completions."""
 
@@ -75,7 +67,7 @@ class CompletionApi:
         return body
 
     def params(self, request: CompletionRequest) -> SamplingParams:
-        request.check(len(prompts_of(request)))
+        request.check(len(split_prompts(request.prompt, "prompt")))
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         params = request.to_sampling_params(
             # No engine answers nothing: the writer leaves the only token out.
@@ -88,7 +80,7 @@ class CompletionApi:
         return params
 
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
-        given = prompts_of(request)
+        given = split_prompts(request.prompt, "prompt")
         prompts = [renderer.render_prompt(prompt) for prompt in given]
         _check_logprobs(request, sum(len(prompt["prompt_token_ids"]) for prompt in prompts))
         if request.echo:
