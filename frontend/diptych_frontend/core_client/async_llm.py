@@ -14,7 +14,7 @@ from diptych_frontend.core_client.elastic import Resizer
 from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.core_client.foreign_options import MM_REGISTRY, with_executor
 from diptych_frontend.core_client.group import CoreGroup
-from diptych_frontend.core_client.health import STALL_LIMIT_S, CoreHealth
+from diptych_frontend.core_client.health import STALL_LIMIT_S
 from diptych_frontend.core_client.launcher import START_TIMEOUT_S, TERMINATE_GRACE_S, Core, adopted
 from diptych_frontend.core_client.weights import CoreWeights
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 NOTIFY_TIMEOUT_S = 5.0
 
 
-class AsyncLLM(CoreHealth, CoreWeights):
+class AsyncLLM(CoreWeights):
     """One engine. Its core starts with it, and the first request waits until the core can serve.
 
     `await AsyncLLM.start(config)` waits for that instead. End it with `shutdown()`; an engine that
@@ -326,11 +326,6 @@ class AsyncLLM(CoreHealth, CoreWeights):
         self._check_usable()
         await self._connect()
         return await self._cores.call(method, *args, timeout_s=timeout_s)
-
-    async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        self._check_usable()
-        await self._connect()
-        return await self._cores.call_each(method, *args, timeout_s=timeout_s)
 
     async def reject_kv_transfer(
         self,

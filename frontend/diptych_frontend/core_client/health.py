@@ -66,6 +66,7 @@ class CoreHealth(AsyncEngine):
 
     @contextlib.contextmanager
     def silence_expected(self) -> Iterator[None]:
+        """During the block, the core may be too busy to answer, and yet be well."""
         self._long_calls += 1
         try:
             yield

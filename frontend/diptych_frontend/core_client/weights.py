@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
+from diptych_frontend.core_client.health import CoreHealth
 from diptych_protocol import (
     Array,
     ControlledClient,
@@ -58,10 +57,9 @@ def split_update(request: WeightTransferUpdateRequest) -> Iterator[WeightTransfe
     yield WeightTransferUpdateRequest(names, arrays, request.update_info)
 
 
-class CoreWeights(ControlledClient):
-    """A mixin for a client that owns its engine core."""
+class CoreWeights(CoreHealth, ControlledClient):
+    """A mixin for a client that owns its engine cores."""
 
-    _adapters: dict[str, LoRARequest]
     _highest_removed_id = 0
     """No id of a removed adapter is given again: requests, and routers, may still use it."""
 
@@ -69,14 +67,6 @@ class CoreWeights(ControlledClient):
     def _changing_adapters(self) -> asyncio.Lock:
         """Held while an adapter comes or goes by its name."""
         return asyncio.Lock()
-
-    @abstractmethod
-    async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Make a utility call to every core, and return the answers in the order of their ranks."""
-
-    @abstractmethod
-    def silence_expected(self) -> contextlib.AbstractContextManager[None]:
-        """During the block, the core may be too busy to answer, and yet be well."""
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -147,7 +137,9 @@ class CoreWeights(ControlledClient):
         """
         wait_s = FILES_TIMEOUT_S if timeout is None else timeout
         with self.silence_expected():
-            answers = await self.call_each_core(
+            self._check_usable()
+            await self._connect()
+            answers = await self._cores.call_each(
                 "collective_rpc", method, list(args), kwargs or {}, timeout_s=wait_s
             )
         return [result for of_core in answers for result in of_core]
