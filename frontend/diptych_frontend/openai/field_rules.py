@@ -58,8 +58,9 @@ def taken(why: str) -> FieldRule:
 
 @dataclass(slots=True)
 class LeftOut:
-    """Fields that were taken out of a body."""
+    """Fields that were taken out of a body, by going through it and its types."""
 
+    refuses_unknown: bool
     num_neutral: int = 0
     of_messages: list[str] = field(default_factory=list)
     elsewhere: dict[str, str] = field(default_factory=dict)
@@ -71,28 +72,6 @@ class LeftOut:
     def __len__(self) -> int:
         """Return how many fields are counted as ignored."""
         return len(self.of_messages) + len(self.elsewhere)
-
-
-def leave_out(body: Any, kind: type, *, refuses_unknown: bool) -> LeftOut:
-    """Take the fields that have no effect out of a decoded body.
-
-    kind: the struct that the body is to become. refuses_unknown: unknown fields outside of messages
-    stay, so that whoever decodes the body refuses them. Raises `InvalidRequestError` for a field
-    that is known and refused.
-    """
-    left_out = LeftOut()
-    _Sieve(left_out, refuses_unknown).sift(body, _info_of(kind))
-    if left_out.of_messages:
-        log.debug("fields of messages that are not known: %s", left_out.of_messages[:MAX_LOGGED])
-    return left_out
-
-
-class _Sieve:
-    """Goes through a body and its types."""
-
-    def __init__(self, left_out: LeftOut, refuses_unknown: bool) -> None:
-        self._left_out = left_out
-        self._refuses_unknown = refuses_unknown
 
     def sift(self, value: Any, info: Type, where: str = "", *, is_said: bool = False) -> None:
         """where: the value's place in the body. is_said: it is a part of messages."""
@@ -116,21 +95,35 @@ class _Sieve:
         """Note a field that the struct has not. Return whether it stays, for want of a rule."""
         if rule is None:
             if is_said:
-                self._left_out.of_messages.append(where)
-            elif self._refuses_unknown:
+                self.of_messages.append(where)
+            elif self.refuses_unknown:
                 return True
             else:
-                self._left_out.elsewhere[where] = UNKNOWN
+                self.elsewhere[where] = UNKNOWN
         elif value is None or value in rule.neutral:
-            self._left_out.num_neutral += 1
+            self.num_neutral += 1
         elif rule.outcome == "refused":
             raise InvalidRequestError(
                 f"{where} is not supported by this server: {rule.why}",
                 param=re.split(r"[.\[]", where, maxsplit=1)[0],
             )
         else:
-            self._left_out.elsewhere[where] = rule.why
+            self.elsewhere[where] = rule.why
         return False
+
+
+def leave_out(body: Any, kind: type, *, refuses_unknown: bool) -> LeftOut:
+    """Take the fields that have no effect out of a decoded body.
+
+    kind: the struct that the body is to become. refuses_unknown: unknown fields outside of messages
+    stay, so that whoever decodes the body refuses them. Raises `InvalidRequestError` for a field
+    that is known and refused.
+    """
+    left_out = LeftOut(refuses_unknown)
+    left_out.sift(body, _info_of(kind))
+    if left_out.of_messages:
+        log.debug("fields of messages that are not known: %s", left_out.of_messages[:MAX_LOGGED])
+    return left_out
 
 
 def _printed(path: str) -> str:
