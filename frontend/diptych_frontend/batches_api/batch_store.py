@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
@@ -18,8 +18,8 @@ from diptych_frontend.batches_api.api_types import (
     BatchRequest,
     FileObject,
 )
-from diptych_frontend.batches_api.file_store import FileStore, page_of, synced
-from diptych_frontend.batches_api.folder import Folder, ids_in, is_id, new_id, write_whole
+from diptych_frontend.batches_api.file_store import FileStore, page_of
+from diptych_frontend.batches_api.folder import Folder, ids_in, is_id, new_id, synced, write_whole
 from diptych_frontend.batches_api.journal import DONE, ERROR, Journal
 from diptych_frontend.batches_api.states import ENDED, End, Record
 from diptych_protocol import UNREADABLE, InvalidRequestError
@@ -176,12 +176,12 @@ class BatchStore:
         has: dict[bytes, bool] = {}
         failed = journal.failed
 
-        def fill(file: BinaryIO, sign: bytes) -> None:
+        def lines(sign: bytes) -> Iterator[bytes]:
             nonlocal failed
-            file.writelines(journal.parts(sign))
+            yield from journal.parts(sign)
             for line in undone if sign == ERROR else ():
-                file.write(line)
                 failed += 1
+                yield line
 
         kinds: tuple[tuple[bytes, str, Literal["output", "error"]], ...] = (
             (DONE, record.output_id, "output"),
@@ -189,7 +189,7 @@ class BatchStore:
         )
         for sign, file_id, name in kinds:
             content = folder / f"{file_id}.data"
-            size = synced(content, lambda file, sign=sign: fill(file, sign))  # type: ignore[misc]
+            size = synced(content, lines(sign))
             has[sign] = size > 0
             if not size:
                 content.unlink()

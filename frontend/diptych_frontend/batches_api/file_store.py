@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final
 
 import msgspec
 
@@ -16,13 +16,10 @@ from diptych_frontend.batches_api.api_types import KEPT_S, FileList, FileObject
 from diptych_frontend.batches_api.folder import (
     TEMPORARY,
     Folder,
-    create,
     entries_of,
     ids_in,
     is_id,
     new_id,
-    put,
-    sync,
     write_whole,
 )
 from diptych_protocol import UNREADABLE, InvalidRequestError
@@ -33,8 +30,6 @@ MAX_FILES: Final = 1000
 """The most files of a client."""
 ABANDONED_S: Final = 3600
 """Bytes that belong to no file, and were not written to for this long, are removed."""
-
-T = TypeVar("T")
 
 
 class FileStore:
@@ -202,14 +197,3 @@ def _no_such_file(file_id: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"no such file: {file_id[:100]!r}", param="id", status=404, code="not_found"
     )
-
-
-def synced(path: Path, pieces: Callable[[BinaryIO], None]) -> int:
-    """Write a file so that it survives a halt of the machine, and return its size."""
-    partial = path.with_name(f"{path.name}{TEMPORARY}")
-    with create(partial) as file:
-        pieces(file)
-        sync(file)
-        size = file.tell()
-    put(partial, path)
-    return size

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
@@ -152,24 +152,27 @@ def sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def put(partial: Path, path: Path) -> None:
-    """Give a complete file its final name."""
-    os.replace(partial, path)
+def synced(path: Path, pieces: Iterable[bytes], tag: str = "") -> int:
+    """Write a file completely or not at all, even if the machine stops; return its size. tag: tells
+    writers at the same time apart."""
+    partial = path.with_name(f"{path.name}{tag}{TEMPORARY}")
+    try:
+        with create(partial) as file:
+            file.writelines(pieces)
+            sync(file)
+            size = file.tell()
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return size
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all, even if the machine stops."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
-    try:
-        with create(partial) as file:
-            file.write(content)
-            sync(file)
-        put(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    """Do the same with a small file that others may write, too."""
+    synced(path, (content,), f".{secrets.token_hex(8)}")

@@ -13,8 +13,8 @@ import pytest
 from diptych_frontend.batches_api import batch_store, states
 from diptych_frontend.batches_api.api_types import KEPT_S, WINDOW_S, BatchRequest, FileObject
 from diptych_frontend.batches_api.batch_store import BatchStore
-from diptych_frontend.batches_api.file_store import FileStore, synced
-from diptych_frontend.batches_api.folder import Folder, new_id, write_whole
+from diptych_frontend.batches_api.file_store import FileStore
+from diptych_frontend.batches_api.folder import Folder, new_id, synced, write_whole
 from diptych_frontend.batches_api.journal import DONE, ERROR, Journal
 from diptych_frontend.batches_api.states import Record
 from diptych_protocol import InvalidRequestError
