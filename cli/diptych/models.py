@@ -12,7 +12,7 @@ from rich.table import Table
 from diptych.known_models import KNOWN, KnownModel, size_text
 from diptych.manifest import in_package
 from diptych.watching import bare_table
-from diptych_frontend.model_files.fetch import is_cached
+from diptych_frontend.model_files.fetch.fetch import is_cached
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,13 @@ from diptych.errors import BadInputError, RunError
 from diptych.known_models import KNOWN, Source
 from diptych.manifest import in_words_of
 from diptych.models import is_here
-from diptych_frontend.model_files.fetch import (
+from diptych_frontend.model_files.fetch.fetch import Progress, fetch_model
+from diptych_frontend.model_files.fetch.source import (
+    URI,
     BadSourceError,
     FetchError,
-    Progress,
     UnreachableError,
-    fetch_model,
 )
-from diptych_frontend.model_files.fetch.source import URI
 from diptych_operator.api.engine import draft_uri
 from diptych_operator.api.model import Model, ModelCache
 from diptych_operator.api.names import DRAFT_MODEL_FIELD

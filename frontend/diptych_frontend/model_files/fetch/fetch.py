@@ -126,7 +126,6 @@ SMALL_FILES: Final = (
 WEIGHTS: Final = ".safetensors"
 OTHER_LAYOUT: Final = "consolidated"
 """The same weights in a second layout, under their publisher's own names."""
-logger = logging.getLogger(__name__)
 
 
 def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Source:
