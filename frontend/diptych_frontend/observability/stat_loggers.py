@@ -86,7 +86,7 @@ class LoggingStatLogger(StatLogger):
 
 
 class StatLoggerManager:
-    """Passes everything to each receiver of one client."""
+    """Passes everything to each receiver of one client, by the methods of `StatLogger`."""
 
     def __init__(
         self,
@@ -145,7 +145,6 @@ class StatLoggerManager:
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """As `StatLogger.record`."""
         for receiver in self.stat_loggers:
             receiver.record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
@@ -158,17 +157,14 @@ class StatLoggerManager:
                 self.record_sleep_state(0, 0)
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """As `StatLogger.record_sleep_state`."""
         for receiver in self.stat_loggers:
             receiver.record_sleep_state(sleep, level)
 
     def log(self) -> None:
-        """As `StatLogger.log`."""
         for receiver in self.stat_loggers:
             receiver.log()
 
     def log_engine_initialized(self) -> None:
-        """As `StatLogger.log_engine_initialized`."""
         for receiver in self.stat_loggers:
             receiver.log_engine_initialized()
 

@@ -77,7 +77,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None
 
     def texts(self) -> dict[str, list[str | list[int]]]:
-        """See `PoolingRequest`."""
+        """See `PoolingRequest`, also for what follows."""
         prompts = split_prompts(self.input, "input")
         if len(prompts) > MAX_INPUTS:
             raise InvalidRequestError(
@@ -87,7 +87,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return {"input": prompts}
 
     def params(self) -> PoolingParams:
-        """See `PoolingRequest`."""
         return PoolingParams(dimensions=self.dimensions)
 
     def kept(self, vector: Array) -> msgspec.Raw:
@@ -97,7 +96,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return msgspec.Raw(encode(vector.tolist()))
 
     def answer(self, kept: list[msgspec.Raw], tokens: int, exchange: Exchange) -> bytes:
-        """See `PoolingRequest`."""
         embeddings = [Embedding(index, vector) for index, vector in enumerate(kept)]
         body = EmbeddingList(self.model, embeddings, EmbeddingUsage(tokens, tokens))
         body.warnings = exchange.warnings or UNSET

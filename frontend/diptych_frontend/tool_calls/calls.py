@@ -62,21 +62,20 @@ class OpenCall(Protocol):
 
 
 class Marker:
-    """A marker around calls that has no meaning of its own."""
+    """See `OpenCall`: a marker around calls that has no meaning of its own."""
 
     def __init__(self, marker: str) -> None:
         self._length = len(marker)
 
     def end(self, text: str) -> Ended:
-        """See `OpenCall`."""
         return Ended(self._length, [])
 
     def unfinished(self, text: str) -> None:
-        """See `OpenCall`: it ends at once."""
+        """There is no such text: it ends at once."""
 
 
 class BetweenMarkers:
-    """A call, or several, between a marker at the beginning and one at the end."""
+    """See `OpenCall`: a call, or several, between a marker at the beginning and one at the end."""
 
     def __init__(
         self,
@@ -93,7 +92,6 @@ class BetweenMarkers:
         self._searched = self._begin
 
     def end(self, text: str) -> Ended | None:
-        """See `OpenCall`."""
         found = text.find(self._end, self._searched)
         if found < 0:
             self._searched = max(self._begin, len(text) - len(self._end) + 1)
@@ -103,7 +101,6 @@ class BetweenMarkers:
         return Ended(found + len(self._end), self._calls(text[self._begin : found]))
 
     def unfinished(self, text: str) -> list[ParsedCall] | None:
-        """See `OpenCall`."""
         written = text[self._begin :]
         written = written[: certain_length(written, (self._end,))]
         calls = self._calls(written)

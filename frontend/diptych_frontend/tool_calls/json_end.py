@@ -90,7 +90,6 @@ class BracketedCalls(ABC):
         """Return the calls between the brackets; None if it is anything else."""
 
     def end(self, text: str) -> Ended | None:
-        """See `OpenCall`."""
         if self._begin is None:
             rest = text[self._marker : self._marker + MAX_BLANKS].lstrip()
             if not rest and len(text) < self._marker + MAX_BLANKS:

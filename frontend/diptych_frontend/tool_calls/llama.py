@@ -24,7 +24,6 @@ class LlamaCall(BracketedCalls):
         return None if call is None else [call]
 
     def unfinished(self, text: str) -> list[ParsedCall] | None:
-        """See `OpenCall`."""
         names = [f'"name":"{name}"' for name in self._tools]
         beginnings = [f"{{{kind}{name}" for kind in ("", '"type":"function",') for name in names]
         return [] if self._marker or may_begin(text, beginnings) else None

@@ -39,7 +39,6 @@ class MistralCalls:
         self._json = JsonEnd(0)
 
     def end(self, text: str) -> Ended | None:
-        """See `OpenCall`."""
         if self._begin is None:
             header = _HEADER.match(text, self._start, self._start + MAX_HEADER)
             if header is None:
@@ -54,7 +53,6 @@ class MistralCalls:
         return Ended(part.end, self._calls(text[self._begin : part.end]) if part.is_whole else None)
 
     def unfinished(self, text: str) -> list[ParsedCall]:
-        """See `OpenCall`."""
         return []
 
     def _calls(self, written: str) -> list[ParsedCall] | None:

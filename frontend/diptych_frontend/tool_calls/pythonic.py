@@ -47,7 +47,6 @@ class PythonicCalls(BracketedCalls):
         return calls_in(written)
 
     def unfinished(self, text: str) -> list[ParsedCall] | None:
-        """See `OpenCall`."""
         is_call = self._marker or may_begin(text, (f"[{name}(" for name in self._tools))
         return [] if is_call else None
 

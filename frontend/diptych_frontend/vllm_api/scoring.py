@@ -32,7 +32,7 @@ SECOND: Final = ("documents", "text_2", "data_2", "items")
 
 
 class _Scoring(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both requests share."""
+    """What both requests share; see `PoolingRequest`."""
 
     RULES: ClassVar[Rules] = {
         "user": taken(NOBODY_ASKS),
@@ -50,11 +50,9 @@ class _Scoring(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
     def params(self) -> PoolingParams:
-        """See `PoolingRequest`."""
         return PoolingParams()
 
     def kept(self, vector: Array) -> Vector:
-        """See `PoolingRequest`."""
         import numpy as np  # here, as in `prompt_embeds`
 
         return np.frombuffer(vector.data, np.float32)
@@ -64,7 +62,6 @@ class _Scoring(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Return the first texts, then the second: as many, or a single first one."""
 
     def answer(self, kept: list[Vector], tokens: int, exchange: Exchange) -> bytes:
-        """See `PoolingRequest`."""
         first = len(next(iter(self.texts().values())))
         scores = cosines(kept[:first], kept[first:])
         return encode(self.scored(scores, EmbeddingUsage(tokens, tokens), exchange.request_id))
@@ -123,7 +120,6 @@ class ScoreRequest(_Scoring, kw_only=True):
     items: Texts | None = None
 
     def texts(self) -> dict[str, list[str]]:
-        """See `PoolingRequest`."""
         names = self._only(FIRST), self._only(SECOND)
         first, second = (_listed(getattr(self, name), name) for name in names)
         if len(first) not in (1, len(second)):
@@ -156,7 +152,6 @@ class RerankRequest(_Scoring, kw_only=True):
     """False omits the texts from the results."""
 
     def texts(self) -> dict[str, list[str]]:
-        """See `PoolingRequest`."""
         return {"query": [self.query], "documents": _listed(self.documents, "documents")}
 
     def scored(self, scores: list[float], usage: EmbeddingUsage, request_id: str) -> RerankList:

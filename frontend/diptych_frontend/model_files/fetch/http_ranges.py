@@ -157,15 +157,16 @@ def _mapped_errors(url: str) -> Iterator[None]:
 
 
 class WebSource:
-    """A file of a web server, which gives no checksum; only the service can specify one."""
+    """See `Source`: a file of a web server, which gives no checksum; only the service can specify
+    one."""
 
     def __init__(self, uri: ModelUri, credentials: Credentials) -> None:
         self._uri = uri
         self._ranges = HttpRanges(credentials.token)
 
     def files(self) -> Sequence[RemoteFile]:
-        """See `Source`. Returns the file, or all those that the model is split into. A file's
-        version is the server's entity tag."""
+        """Returns the file, or all those that the model is split into. A file's version is the
+        server's entity tag."""
         return [self._remote_file(name) for name in parts_of(self._uri.path)]
 
     def _remote_file(self, name: str) -> RemoteFile:
@@ -175,10 +176,8 @@ class WebSource:
         return RemoteFile(name, head.size, version, url)
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
-        """See `Source`."""
         version = "" if file.version.startswith("of ") else file.version
         return self._ranges.read(file.locator, start, end, version)
 
     def close(self) -> None:
-        """See `Source`."""
         self._ranges.close()

@@ -36,7 +36,7 @@ LISTING_TIMEOUT_S: Final = 30.0
 
 
 class HubSource:
-    """Lists and resolves files with the hub's client, and reads them in HTTP ranges."""
+    """See `Source`. The hub's client lists and resolves files, which are read in HTTP ranges."""
 
     def __init__(self, uri: ModelUri, revision: str, credentials: Credentials) -> None:
         self._repo = uri.host
@@ -51,18 +51,17 @@ class HubSource:
         self._ranges = HttpRanges(self._token)
 
     def files(self) -> Sequence[RemoteFile]:
-        """See `Source`. This fixes the commit: later parts cannot come from another one."""
+        """This fixes the commit: later parts cannot come from another one."""
         info = self._model_info()
         if not info.sha:
             raise FetchError(f"{self._api.endpoint} does not say which commit it speaks of")
         return [self._remote_file(item, info.sha) for item in info.siblings or ()]
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
-        """See `Source`."""
         return self._ranges.read(file.locator, start, end)
 
     def close(self) -> None:
-        """See `Source`. The hub's client has one session a process, made on demand."""
+        """The hub's client has one session a process, made on demand."""
         self._ranges.close()
         close_session()
 

@@ -49,7 +49,7 @@ MAX_CAUSE: Final = 120
 
 
 class S3Source:
-    """One object, or the objects directly below a prefix."""
+    """See `Source`: one object, or the objects directly below a prefix."""
 
     def __init__(self, uri: ModelUri, credentials: Credentials) -> None:
         self._uri = uri
@@ -63,7 +63,6 @@ class S3Source:
             )
 
     def files(self) -> Sequence[RemoteFile]:
-        """See `Source`."""
         if self._uri.is_file:
             return [self._file(name) for name in parts_of(self._uri.path)]
         with self._mapped_errors(self._uri.path):
@@ -76,7 +75,6 @@ class S3Source:
             return _remote_file(obstore.head(self._store, name), name)
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
-        """See `Source`."""
         with self._mapped_errors(file.locator):
             got = obstore.get(
                 self._store,
@@ -89,7 +87,7 @@ class S3Source:
         return part
 
     def close(self) -> None:
-        """See `Source`. The store's connections are closed with the object."""
+        """The store's connections are closed with the object."""
 
     @contextmanager
     def _mapped_errors(self, name: str) -> Iterator[None]:
