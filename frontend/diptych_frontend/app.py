@@ -21,7 +21,7 @@ from diptych_frontend.api_docs.page import docs_routes
 from diptych_frontend.batches_api.in_process import AskedByBatch
 from diptych_frontend.batches_api.routes import FILES_PATH, BatchRoutes
 from diptych_frontend.batches_api.service import BatchService
-from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
+from diptych_frontend.browsers import BrowserGate, BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import BodyReader, Boundary, unknown_path

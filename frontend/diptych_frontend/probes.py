@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
+from diptych_frontend.browsers import BrowserGate, BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.asgi import Boundary, unknown_path
 from diptych_frontend.openai.responses import Health, json_response

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.supervisor import RunningPod
-from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
+from diptych_frontend.browsers import BrowserGate, BrowserRules
 from diptych_frontend.openai.asgi import Boundary
 from diptych_frontend.openai.responses import json_response
 from diptych_protocol import InvalidRequestError

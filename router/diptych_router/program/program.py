@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.batch_run import Manners
 from diptych_frontend.batches_api.service import BatchService
-from diptych_frontend.browsers.gate import BrowserRules
+from diptych_frontend.browsers import BrowserRules
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics

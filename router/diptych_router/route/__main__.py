@@ -15,7 +15,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from diptych_frontend.anthropic.answers import ANTHROPIC
-from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
+from diptych_frontend.browsers import BrowserGate, BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import BodyReader, Boundary, unknown_path

@@ -18,7 +18,7 @@ from starlette.routing import Route, Router
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.browsers.gate import BrowserRules
+from diptych_frontend.browsers import BrowserRules
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)
 

@@ -15,7 +15,7 @@ from engine_kit.echo_engine import EchoEngine
 from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.batch_run import Manners
 from diptych_frontend.batches_api.service import BatchService
-from diptych_frontend.browsers.gate import BrowserRules
+from diptych_frontend.browsers import BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.probes import build_probe_app

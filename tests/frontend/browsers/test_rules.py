@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.browsers.gate import READ, BrowserRules
+from diptych_frontend.browsers import READ, BrowserRules
 from diptych_protocol import InvalidRequestError
 
 RULES = BrowserRules(frozenset({"llm.example.com"}), frozenset({"https://app.example.com"}))

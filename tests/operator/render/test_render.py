@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.browsers.gate import BrowserRules
+from diptych_frontend.browsers import BrowserRules
 from diptych_operator.api.base import SpecError
 from diptych_operator.api.images import Images, PodDefaults, with_images
 from diptych_operator.api.names import ROLE_LABEL

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from starlette.routing import Router
 
-from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
+from diptych_frontend.browsers import BrowserGate, BrowserRules
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import Boundary
 from diptych_frontend.timeline.lanes import timeline

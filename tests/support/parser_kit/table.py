@@ -39,7 +39,7 @@ from diptych_frontend.admin.control import (
 )
 from diptych_frontend.batches_api.form import UploadForm
 from diptych_frontend.batches_api.lines import check
-from diptych_frontend.browsers.gate import HOST, ORIGIN, BrowserRules
+from diptych_frontend.browsers import HOST, ORIGIN, BrowserRules
 from diptych_frontend.images.decoding import bytes_of_url, decoded
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_config import config_from_gguf
@@ -333,7 +333,7 @@ def parsers() -> Iterator[Parser]:
     yield Parser("ids of events", (f"{front}/openai/resumption.py",), text(last_event_id), (
         f"{'0f' * 16}.12.{'a7' * 8}.1790000000.chat-1".encode(),
     ))  # fmt: skip
-    yield Parser("browsers' headers", (f"{front}/browsers/gate.py",), browser,
+    yield Parser("browsers' headers", (f"{front}/browsers.py",), browser,
                  (b"https://a.example", b"[::1]:80", b"localhost"))  # fmt: skip
     yield Parser("URIs of models", (f"{proto}/model_uri.py",), text(parse_model_uri), (
                  b"hf://org/name/file.gguf", b"https://host:80/a.gguf", b"https://[::1/a.gguf",
