@@ -211,7 +211,7 @@ class WireServer(ABC):
     def _tell_heartbeat(self, heartbeat: Heartbeat, stats: SchedulerStats | None) -> None:
         """Send a heartbeat to its followers. Without statistics, they are told of no requests."""
         message = EngineCoreOutputs(self._rank, scheduler_stats=stats, heartbeat=heartbeat)
-        num_received = self._num_received if stats is not None else _not_counted
+        num_received = self._num_received if stats is not None else lambda _client: 0
         for client, message.requests_received in self._timer.addressed(heartbeat, num_received):
             self._send(client, message)
 
@@ -229,7 +229,3 @@ def check_pending(num_pending: int) -> None:
     """Raise `DiptychError` if so many calls wait for their answers that no other may."""
     if num_pending >= MAX_PENDING_CALLS:
         raise DiptychError("too many calls wait for their answers already")
-
-
-def _not_counted(client: bytes) -> int:
-    return 0

@@ -342,11 +342,10 @@ def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
 def _prompt_row(row: dict[int, Logprob] | None) -> dict[int, PromptLogprob] | None:
     if row is None:
         return None
-    return {token: _prompt_logprob(entry) for token, entry in row.items()}
-
-
-def _prompt_logprob(entry: Logprob) -> PromptLogprob:
-    return PromptLogprob(logprob_value(entry), entry.rank, entry.decoded_token)
+    return {
+        token: PromptLogprob(logprob_value(entry), entry.rank, entry.decoded_token)
+        for token, entry in row.items()
+    }
 
 
 def logprob_value(entry: Logprob) -> float:
