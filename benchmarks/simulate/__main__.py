@@ -9,20 +9,21 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 from benchmarks.machine import RESULTS
 from benchmarks.simulate import calibration, report
 from benchmarks.simulate.calibration import Calibration
+from benchmarks.simulate.traffic import LengthSpread, Sharing, Traffic, bursty
 from benchmarks.traces.arguments import add_trace
 from benchmarks.traces.formats import TraceError, read_trace
 from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, of_trace
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, RunSummary, summarise
-from diptych.simulator.workload import LengthSpread, Request, Sharing, Traffic, bursty
+from diptych.simulator.workload import Request
 from diptych_router.choosing.policies import POLICIES
 
 MEASURED = RESULTS / "simulate-costs.json"
@@ -158,7 +159,7 @@ def _run(args: argparse.Namespace) -> None:
             raise SystemExit(f"all {len(requests)} requests failed: no engine has room for them")
         results[load] = summarise(log, objectives)
     if args.json:
-        rows = [{"load": load, **summary.to_dict()} for load, summary in results.items()]
+        rows = [{"load": load, **asdict(summary)} for load, summary in results.items()]
         facts = {"ideal_hit_rate": trace.ideal_hit_rate()} if trace else {}
         print(json.dumps({"costs": costs.machine, **facts, "results": rows}, indent=2))
     else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.simulate.traffic import Traffic, poisson
+
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepShape
 from diptych.simulator.metrics import Log, Objectives, RunSummary, summarise
 from diptych.simulator.plan import SimulatedPool, SimulatedService
-from diptych.simulator.workload import Traffic, poisson
 
 ATTAINED = 0.95
 """Part of the requests that must get what is promised."""

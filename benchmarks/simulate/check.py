@@ -20,11 +20,12 @@ from benchmarks.servers import diptych_pair, running
 from benchmarks.simulate.calibrate import Round, benches, conclude
 from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.service import send
+from benchmarks.simulate.traffic import LengthSpread, Traffic, poisson
 
 from diptych.bench.stream import Sample
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.workload import LengthSpread, Request, Traffic, poisson
+from diptych.simulator.workload import Request
 
 FIGURES = ("TTFT p50", "ITL p50", "tokens/s")
 AIM = 0.15

@@ -15,10 +15,11 @@ from typing import Any, Final
 
 from benchmarks.machine import RESULTS, machine
 from benchmarks.simulate.calibration import on_paper
+from benchmarks.simulate.traffic import LengthSpread, Traffic, poisson
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Log, Objectives, summarise
-from diptych.simulator.workload import LengthSpread, Request, Traffic, poisson
+from diptych.simulator.workload import Request
 from diptych_router.choosing.policies import POLICIES
 
 PROMISED: Final = Objectives(1.0, 0.02)

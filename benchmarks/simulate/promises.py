@@ -12,10 +12,10 @@ from typing import Any
 from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.report import plot_lines, rows_table
+from benchmarks.simulate.traffic import LengthSpread, Traffic, poisson
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, RunSummary, summarise
-from diptych.simulator.workload import LengthSpread, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 LOADS = (0.5, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)

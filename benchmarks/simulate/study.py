@@ -19,11 +19,11 @@ from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.capacity import Workload, goodput, simulate
 from benchmarks.simulate.report import plot_lines, rows_table
+from benchmarks.simulate.traffic import LengthSpread, Sharing, Traffic, poisson
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, summarise
 from diptych.simulator.plan import SimulatedService
-from diptych.simulator.workload import LengthSpread, Sharing, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 SMALL = 20

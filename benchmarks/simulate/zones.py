@@ -14,11 +14,11 @@ import numpy as np
 from benchmarks.machine import machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.report import rows_table
+from benchmarks.simulate.traffic import LengthSpread, Traffic, poisson
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, summarise
 from diptych.simulator.plan import SimulatedService, Zones
-from diptych.simulator.workload import LengthSpread, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 FAR: Final = 10.0

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
+from benchmarks.simulate.traffic import LengthSpread, poisson
 from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, TraceRequest
-
-from diptych.simulator.workload import LengthSpread, poisson
 
 LONGEST_CONTEXT: Final = 100_000
 """Tokens; a longer conversation is not gone on with."""

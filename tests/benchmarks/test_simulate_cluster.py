@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.simulate import zones
 from benchmarks.simulate.fitting import fit
+from benchmarks.simulate.traffic import LengthSpread, Sharing, Traffic, bursty, poisson
 from benchmarks.traces.generate import KINDS, generate
 from benchmarks.traces.recorded import of_trace
 
@@ -16,14 +17,7 @@ from diptych.simulator.costs import StepCost, StepShape
 from diptych.simulator.engine import EngineLimits
 from diptych.simulator.metrics import Objectives, summarise
 from diptych.simulator.plan import Overheads, SimulatedPool, SimulatedService
-from diptych.simulator.workload import (
-    LengthSpread,
-    Request,
-    Sharing,
-    Traffic,
-    bursty,
-    poisson,
-)
+from diptych.simulator.workload import Request
 from diptych_router.choosing.policies.prefix_aware import POLICY as PREFIX_AWARE
 
 COST = StepCost(((1, 0.004), (64, 0.006), (512, 0.03)), 1e-5, 1e-9, 2e-8)

@@ -6,6 +6,7 @@ import json
 from typing import TypeVar
 
 import pytest
+from benchmarks.simulate.traffic import LengthSpread, Traffic, poisson
 from click.testing import CliRunner
 
 from diptych.advise.advice import (
@@ -19,7 +20,6 @@ from diptych.advise.advice import (
 from diptych.advise.command import advise as command
 from diptych.router_admin import LOAD_PATH, Told
 from diptych.simulator.costs import StepShape
-from diptych.simulator.workload import LengthSpread, Traffic, poisson
 from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
 
 T = TypeVar("T")

@@ -342,7 +342,7 @@ class Simulation:
         job.ended_at = job.last_at = self.now
         self._charge(job, 0)
         del self._open[job]
-        self.log.saw_end(job)
+        self.log.jobs.append(job)
         self._send_waiting()
 
     def _send_waiting(self) -> None:

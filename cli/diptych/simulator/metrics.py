@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,9 +48,6 @@ class Log:
             self.gap_seconds.append(seconds)
             self.gap_counts.append(streams)
 
-    def saw_end(self, job: Job) -> None:
-        self.jobs.append(job)
-
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
@@ -75,9 +72,6 @@ class RunSummary:
     """Requests that were not answered."""
     refused: int
     """Requests that routers refused at once."""
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def summarise(
