@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import click
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diptych.watching import bare_table
+from diptych.router_admin import LIST_PATH, Told, path_of
+from diptych.watching import bare_table, console_for_tables, print_json
 from diptych_frontend.timeline.lanes import MEANINGS, Kind, Lane, Timeline
 from diptych_frontend.timeline.picture import milliseconds
-
-if TYPE_CHECKING:
-    from diptych.router_admin import Told
-    from diptych_frontend.timeline.lanes import Timeline
+from diptych_protocol.admin import Explanation, RequestList
 
 T = TypeVar("T")
 
@@ -62,14 +60,7 @@ def trace(request_id: str, svg: Path | None, as_json: bool) -> None:
 def show_timelines(ask: AskRouters, request_id: str, svg: Path | None, *, as_json: bool) -> None:
     """Print the timelines from routers' answers, and draw them if a file is given. Raises
     `RunError` if it cannot be written."""
-    from rich.console import Console, Group
-    from rich.text import Text
-
-    from diptych.request_trace import drawn
-    from diptych.router_admin import path_of
-    from diptych.watching import print_json
     from diptych_frontend.timeline.lanes import timeline
-    from diptych_protocol.admin import Explanation
 
     told = _told(ask, path_of(request_id), Explanation)
     found = [timeline(request) for one in told for request in one.known.requests]
@@ -88,9 +79,6 @@ def explain_requests(
 ) -> None:
     """Print what routers recorded of a request or, without an id, of the newest ones of each."""
     from diptych import explained
-    from diptych.router_admin import LIST_PATH, path_of
-    from diptych.watching import console_for_tables, print_json
-    from diptych_protocol.admin import Explanation, RequestList
 
     if request_id is None:
         path = LIST_PATH if limit is None else f"{LIST_PATH}?limit={limit}"

@@ -11,7 +11,7 @@ import click
 from rich.console import Console, RenderableType
 
 from diptych.advise.command import promise_options, show_advice
-from diptych.kubectl.cluster import Access, Cluster, ClusterError
+from diptych.kubectl.cluster import Access, Cluster, ClusterError, ask_routers
 from diptych.main import CONTEXT
 from diptych.main import render as render_file
 from diptych.request_trace import explain_requests, show_timelines, svg_option
@@ -132,7 +132,6 @@ def why(name: str, request_id: str | None, requests: bool, access: Access, as_js
       kubectl diptych why smollm2 --requests
       kubectl diptych why smollm2 0f3c5a7e9b1d2f40
     """
-    from diptych.kubectl.cluster import ask_routers
     from diptych.kubectl.view import service_view
     from diptych.kubectl.why import explain
 
@@ -168,8 +167,6 @@ def trace(name: str, request_id: str, svg: Path | None, access: Access, as_json:
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40 --svg trace.svg
     """
-    from diptych.kubectl.cluster import ask_routers
-
     cluster = Cluster.connect(access)
     show_timelines(partial(ask_routers, cluster, name), request_id, svg, as_json=as_json)
 
@@ -213,8 +210,6 @@ def advise(
       kubectl diptych advise smollm2
       kubectl diptych advise smollm2 --ttft-ms 300 --json | jq .best
     """
-    from diptych.kubectl.cluster import ask_routers
-
     cluster = Cluster.connect(access)
     ask = partial(ask_routers, cluster, name)
     show_advice(ask, ttft_ms, inter_token_ms, as_json=as_json)
