@@ -8,13 +8,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from diptych.answer_stream import AnswerError
 from diptych.chat.loop import printer
 from diptych.chat.stream import TIMEOUT, stream_chat
+from diptych.engine_load import items_of
 from diptych.errors import RunError
 from diptych.laptop.rundir import RunState, options
 
@@ -66,12 +66,11 @@ def read_hand_off(metrics: str) -> HandOff:
     """Sum up the hand-off's metrics in a text exposition. Raises `ValueError` if it is none."""
     totals: dict[str, float] = defaultdict(float)
     transports: set[str] = set()
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            if sample.labels.get("outcome", "completed") == "completed":
-                totals[sample.name] += sample.value
-            if sample.name == "diptych:kv_transfer_transport_info":
-                transports.add(sample.labels["transport"])
+    for sample in items_of(metrics):
+        if sample.labels.get("outcome", "completed") == "completed":
+            totals[sample.name] += sample.value
+        if sample.name == "diptych:kv_transfer_transport_info":
+            transports.add(sample.labels["transport"])
     return HandOff(
         blocks=int(totals["diptych:kv_transfer_blocks_received_total"]),
         bytes=int(totals["diptych:kv_transfer_bytes_received_total"]),

@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.markup import escape
 from rich.table import Table
 
+from diptych.watching import bare_table
+
 _FIELDS = {
     "diptych:num_requests_running": "running",
     "diptych:num_requests_waiting": "waiting",
@@ -118,11 +120,8 @@ def tokens_per_s(before: Sample | None, now: Sample, seconds: float) -> float | 
 
 
 def table(found: Sequence[Load]) -> Table:
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("ENGINE", "ROLE"):
-        shown.add_column(column, no_wrap=True)
-    for column in ("RUNNING", "WAITING", "QUEUED TOKENS", "KV", "PINNED", "LEASES", "TOKENS/S"):
-        shown.add_column(column, justify="right")
+    numbers = ("RUNNING", "WAITING", "QUEUED TOKENS", "KV", "PINNED", "LEASES", "TOKENS/S")
+    shown = bare_table("ENGINE", "ROLE", *numbers, right=numbers, wrap=numbers)
     for load in found:
         sample = load.sample
         shown.add_row(

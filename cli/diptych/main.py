@@ -228,7 +228,7 @@ def status(as_json: bool) -> None:
 
     states = [view.with_facts(state) for state in rundir.running()]
     if as_json:
-        click.echo(view.as_json(states))
+        print_json(states)
     else:
         view.show(states, Console())
 

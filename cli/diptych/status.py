@@ -7,7 +7,6 @@ from collections import defaultdict
 from pathlib import Path
 
 import httpx
-import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
@@ -56,11 +55,6 @@ def read_health(metrics: str) -> dict[str, str]:
             failing = sample.labels["state"] != "closed" and found.get(engine) != "silent"
             found[engine] = "failing" if failing else found.get(engine, "ok")
     return found
-
-
-def as_json(states: list[RunState]) -> str:
-    """Return a list of services, the newest first."""
-    return msgspec.json.format(msgspec.json.encode(states), indent=2).decode()
 
 
 def show(states: list[RunState], console: Console) -> None:

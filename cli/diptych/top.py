@@ -3,13 +3,14 @@ shares with `kubectl diptych top`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import click
 
 if TYPE_CHECKING:
-    from diptych.engine_load import Sample
+    from diptych.engine_load import Load, Sample
 
 TOP_INTERVAL_S: Final = 4.0
 """Metrics are up to two seconds old. Over a shorter interval, tokens per second would jump."""
@@ -47,9 +48,18 @@ def show_loads(
 ) -> None:
     """Print what engines do in an interval, or in one after the other."""
     from diptych import engine_load
-    from diptych.watching import loads_over, print_json, show
+    from diptych.watching import print_json, show
 
-    look = loads_over(interval_s, read)
+    before, seen_at = read(), time.monotonic()
+
+    def look() -> list[Load]:
+        nonlocal before, seen_at
+        time.sleep(interval_s)
+        now, at = read(), time.monotonic()
+        found = engine_load.loads(before, now, at - seen_at)
+        before, seen_at = now, at
+        return found
+
     if as_json:
         print_json(engine_load.as_json(look()))
         return

@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -22,7 +21,6 @@ from diptych.laptop.kill_switch import KillSwitch
 from diptych.laptop.pods import (
     LOOPBACK,
     PACKAGES_FOLDER,
-    LocalPod,
     UnsupportedPodError,
     files,
     local_pods,
@@ -71,13 +69,12 @@ async def up(
     packages = connector_packages(source, service)
     _check_address(api)
     with RunDirectory(service.metadata.name) as run_dir:
+        spare = free_ports(port_runs(objects), besides={api.port})
         try:
-            pods = [
-                RunningPod(pod, run_dir.log_path(pod.name))
-                for pod in _local_pods(objects, run_dir, api, programs)
-            ]
+            plans = local_pods(objects, run_dir.path, spare, api.port, api.host, programs)
         except UnsupportedPodError as exc:
             raise BadInputError(f"{source}: {exc}") from exc
+        pods = [RunningPod(pod, run_dir.log_path(pod.name)) for pod in plans]
         threads = model_threads(usable_processors())
         token_file = ""
         for relative, content in files(objects, threads).items():
@@ -126,16 +123,6 @@ def _check_address(api: ApiAccess) -> None:
             f"--host {api.host}, --port {port}: {exc}; give an address of this machine, and a port "
             "that you may use"
         ) from exc
-
-
-def _local_pods(
-    objects: list[dict[str, Any]],
-    run_dir: RunDirectory,
-    api: ApiAccess,
-    programs: Mapping[str, str],
-) -> list[LocalPod]:
-    spare = free_ports(port_runs(objects), besides={api.port})
-    return local_pods(objects, run_dir.path, spare, api.port, api.host, programs)
 
 
 class _Run:

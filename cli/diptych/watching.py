@@ -1,20 +1,16 @@
-"""How commands show tables and values, once or until Ctrl-C, and measure loads over an interval."""
+"""How commands show tables and values, once or until Ctrl-C."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Container, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
+from collections.abc import Callable, Container
+from typing import Any, Final, Literal, NoReturn
 
 import click
 import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from diptych.engine_load import Load, Sample
-
 
 PIPE_COLUMNS: Final = 240
 """Width of tables that do not go to a terminal."""
@@ -49,25 +45,6 @@ def bare_table(*columns: str, right: Container[str] = (), wrap: Container[str] =
         side: Literal["left", "right"] = "right" if name in right else "left"
         table.add_column(name, no_wrap=name not in wrap, justify=side)
     return table
-
-
-def loads_over(
-    interval_s: float, read: Callable[[], Mapping[str, Sample]]
-) -> Callable[[], list[Load]]:
-    """Take samples now. Each call of the result waits, and returns the loads since the last."""
-    from diptych.engine_load import loads
-
-    before, seen_at = read(), time.monotonic()
-
-    def look() -> list[Load]:
-        nonlocal before, seen_at
-        time.sleep(interval_s)
-        now, at = read(), time.monotonic()
-        found = loads(before, now, at - seen_at)
-        before, seen_at = now, at
-        return found
-
-    return look
 
 
 def show(

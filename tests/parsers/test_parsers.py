@@ -225,7 +225,6 @@ ELSEWHERE = {
     "operator/diptych_operator/render/once.py": "our own objects",
     "operator/diptych_operator/routers.py": "our own routers",
     "operator/diptych_operator/kube/client.py": "the API server",
-    "cli/diptych/demo.py": "our own router",
     "cli/diptych/engine_load.py": "our own engines",
     "cli/diptych/router_admin.py": "our own routers",
     "cli/diptych/kubectl/cluster.py": "the API server",

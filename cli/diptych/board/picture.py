@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,8 +13,6 @@ from diptych.board.figures import Figures, Pace
 from diptych.engine_load import Sample
 from diptych.laptop.lifecycle import Phase
 from diptych.watching import harmless
-
-T = TypeVar("T")
 
 WIDE_COLUMNS = 100
 """From this width on, gaps are wider and the role is shown, which is usually in the name too."""
@@ -106,19 +103,15 @@ def _end_of(name: str, room: int) -> str:
 
 def _figures(pod: PodRow, picture: Picture) -> tuple[str, ...]:
     """As in `FIGURE_WIDTHS`."""
-    rate = _known_of(pod, picture.pace.tokens_per_s)
-    cells = _cells(_known_of(pod, picture.figures.engines))
+    rate = picture.pace.tokens_per_s.get(pod.name)
+    cells = _cells(picture.figures.engines.get(pod.name))
     return str(pod.restarts), *cells, "-" if rate is None else f"{rate:.1f}"
 
 
 def _role(pod: PodRow, figures: Figures) -> str:
     """What it does now: a router may have given it the other role."""
-    sample = _known_of(pod, figures.engines)
+    sample = figures.engines.get(pod.name)
     return pod.role if sample is None else sample.role
-
-
-def _known_of(pod: PodRow, known: Mapping[str, T]) -> T | None:
-    return known.get(pod.name)
 
 
 def _cells(sample: Sample | None) -> tuple[str, str, str]:

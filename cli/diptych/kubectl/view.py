@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -12,11 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from diptych.kubectl.cluster import Raw
 from diptych.watching import bare_table
 from diptych_operator.api.status import Condition, PoolStatus, Status
 from diptych_operator.status.canaries import duration, size
-
-Raw = dict[str, Any]
 
 POOLS = ("prefill", "decode", "router")
 _WORDS = {"True": "yes", "False": "no", "Unknown": "?"}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from diptych.kubectl.cluster import Raw
 from diptych.kubectl.view import ServiceView, unreported
 from diptych_operator.api.status import Condition
 from diptych_operator.status.reasons import Reason
-
-Raw = dict[str, Any]
 
 NEWEST_EVENTS = 5
 

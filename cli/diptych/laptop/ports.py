@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from diptych.laptop.pods import LOOPBACK
+from diptych_frontend.processors import text_if_there
 
 LOCAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NODE_PORTS: Final = 30_000
@@ -29,7 +30,7 @@ def free_ports(runs: Iterable[int], besides: Container[int] = ()) -> list[int]:
 
 def _free_run(held: ExitStack, length: int, besides: Container[int]) -> range:
     """Ports that stay taken as long as `held`."""
-    ours = lasting_ports(_text(LOCAL_PORTS))
+    ours = lasting_ports(text_if_there(LOCAL_PORTS))
     for _ in range(_TRIES if length <= len(ours) else 0):
         begin = random.choice(ours[: len(ours) - length + 1])
         found = range(begin, begin + length)
@@ -51,13 +52,6 @@ def lasting_ports(local: str) -> range:
     first, *_ = local.split() or [""]
     end = min(int(first), NODE_PORTS) if first.isdecimal() else NODE_PORTS
     return range(LOWEST, end) if end >= LOWEST + LEAST else range(LOWEST, 1 << 16)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 def _taken(run: ExitStack, port: int) -> bool:
