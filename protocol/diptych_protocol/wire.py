@@ -223,7 +223,10 @@ class KeptAnswer(msgspec.Struct, array_like=True):
     """None: it was cut short."""
     stop_reason: int | str | None = None
     num_told: int = 0
-    """How many of the tokens its client has; engines do not know that."""
+    """How many of the tokens its client has, with all of their events. Engines do not know this,
+    nor the next."""
+    num_cached_tokens: int = 0
+    """As its client was told of the prompt."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):

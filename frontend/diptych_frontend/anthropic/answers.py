@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from diptych_frontend.openai.chat import AnswerParts
 from diptych_frontend.openai.errors import Dialect, ErrorAnswer
 from diptych_frontend.openai.responses import AnswerWriter, PlainEvents, Tally, Warnings, encode
-from diptych_frontend.tool_calls.calls import ParsedCall
+from diptych_frontend.tool_calls.calls import ParsedCall, Pieces
 from diptych_protocol import EngineGenerateError, RequestOutput
 
 
@@ -167,15 +167,16 @@ class MessageWriter(AnswerWriter):
         self._stop_reason: int | str | None = None
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        reasoning, text, calls, _ = self._read(output, tally)
+        reasoning, pieces = self._read(output, tally)
         blocks = self._blocks
         events = [] if self._begun else [sse(MessageStart(self._message([], tally))), sse(Ping())]
         self._begun = True
         if reasoning:
             events.append(blocks.add_thinking(reasoning))
-        if text:
-            events.append(blocks.add_text(text))
-        events.extend(blocks.add_call(call) for call in calls)
+        events += (
+            blocks.add_text(piece) if isinstance(piece, str) else blocks.add_call(piece)
+            for piece in pieces
+        )
         return b"".join(events)
 
     def ending(self, tally: Tally) -> bytes:
@@ -186,24 +187,24 @@ class MessageWriter(AnswerWriter):
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
         content: list[Content] = []
         for output in outputs[0]:
-            reasoning, text, calls, _ = self._read(output, tally)
+            reasoning, pieces = self._read(output, tally)
             if reasoning:
                 content.append(Thinking(reasoning))
-            if text.strip():
-                content.append(Text(text))
-            content.extend(_tool_use(call) for call in calls)
+            for piece in pieces:
+                if not isinstance(piece, str):
+                    content.append(_tool_use(piece))
+                elif piece.strip():
+                    content.append(Text(piece))
         message = self._message(content, tally)
         message.stop_reason, message.stop_sequence = self._why_stopped(tally)
         return encode(message)
 
-    def _read(
-        self, output: RequestOutput, tally: Tally
-    ) -> tuple[str, str, list[ParsedCall], str | None]:
+    def _read(self, output: RequestOutput, tally: Tally) -> tuple[str, Pieces]:
         [choice] = output.outputs
-        read = self._parts.read(choice)
-        self._finish_reason, self._stop_reason = read[3], choice.stop_reason
+        reasoning, pieces, self._finish_reason = self._parts.read(choice)
+        self._stop_reason = choice.stop_reason
         tally.reasoning_tokens = self._parts.num_reasoning_tokens
-        return read
+        return reasoning, pieces
 
     def _message(self, content: list[Content], tally: Tally) -> Message:
         usage = Usage.of(tally)

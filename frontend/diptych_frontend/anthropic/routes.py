@@ -36,7 +36,6 @@ class MessagesApi:
     body_type = MessagesRequest
     image_word = b'"image'
     prompt_field = "messages"
-    one_event_each = False
 
     def __init__(self, chat: ChatApi) -> None:
         self._chat = chat

@@ -379,10 +379,11 @@ class AsyncEngine(EngineClient):
         again: first what its reader has, in one output, then the rest, before anything new."""
         self.output_processor.add(request, prompt, queue)
         told, rest = kept.token_ids[: kept.num_told], kept.token_ids[kept.num_told :]
-        beginning = EngineCoreOutput(request.request_id, told)
-        last = EngineCoreOutput(request.request_id, rest) if rest else beginning
+        beginning, last = (EngineCoreOutput(request.request_id, part) for part in (told, rest))
+        beginning.num_cached_tokens = last.num_cached_tokens = kept.num_cached_tokens
+        last = last if rest else beginning
         last.finish_reason, last.stop_reason = kept.finish_reason, kept.stop_reason
-        ended = self.output_processor.process([beginning])
+        ended = self.output_processor.process([beginning] if told or not rest else [])
         request.generated_token_ids = kept.token_ids
         if rest:
             # The reader takes the beginning in this turn of the loop, so nothing is joined to it.

@@ -48,7 +48,7 @@ from diptych_frontend.reasoning.parser import AnswerReaders, ReasoningParser
 from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, effort_variables
 from diptych_frontend.text.answer_tokens import AnswerToken, AnswerTokens
 from diptych_frontend.text.templates.confined_templates import Arguments
-from diptych_frontend.tool_calls.calls import ParsedCall
+from diptych_frontend.tool_calls.calls import Pieces
 from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat, takes_tools
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
@@ -133,7 +133,6 @@ class ChatApi:
     body_type = ChatCompletionRequest
     image_word = b"image_url"
     prompt_field = "messages"
-    one_event_each = True
 
     def __init__(
         self,
@@ -284,23 +283,23 @@ class AnswerParts:
         parser = self._parsers.get(index)
         return 0 if parser is None else parser.num_calls
 
-    def read(self, output: CompletionOutput) -> tuple[str, str, list[ParsedCall], str | None]:
-        """Return the reasoning and the text in an output, the calls that it completes, and why it
+    def read(self, output: CompletionOutput) -> tuple[str, Pieces, str | None]:
+        """Return the reasoning in an output, its text with the calls that it completes, and why it
         ended, if it did."""
         finish_reason = output.finish_reason
         reasoning, text = "", output.text
         if self._reasoning is not None:
             reasoning, text = self._reasoning.read(output)
         if self._new_parser is None:
-            return reasoning, text, [], finish_reason
+            return reasoning, [text] if text else [], finish_reason
         parser = self._parsers.get(output.index)
         if parser is None:
             parser = self._parsers[output.index] = self._new_parser()
         is_cut = finish_reason != "stop" or isinstance(output.stop_reason, str)
-        text, calls = parser.push(text, last=output.finished, cut=is_cut)
+        pieces = parser.push(text, last=output.finished, cut=is_cut)
         if finish_reason == "stop" and parser.num_calls:
             finish_reason = "tool_calls"
-        return reasoning, text, calls, finish_reason
+        return reasoning, pieces, finish_reason
 
 
 class ChatWriter(ResponseWriter):
@@ -370,13 +369,15 @@ class ChatWriter(ResponseWriter):
         )
 
     def _parse(self, output: CompletionOutput) -> tuple[str, str, list[ToolCall], str | None]:
-        """As `AnswerParts.read`, with calls as the API tells them."""
+        """As `AnswerParts.read`, with calls as the API tells them, beside the text."""
         if self._parts.are_whole:
             return "", output.text, [], output.finish_reason
-        reasoning, text, parsed, finish_reason = self._parts.read(output)
+        reasoning, pieces, finish_reason = self._parts.read(output)
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
         calls = [
-            ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(call.name, call.arguments))
-            for call in parsed
+            ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(piece.name, piece.arguments))
+            for piece in pieces
+            if not isinstance(piece, str)
         ]
         return reasoning, text, calls, finish_reason
 

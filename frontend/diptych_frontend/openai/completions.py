@@ -57,7 +57,6 @@ class CompletionApi:
     body_type = CompletionRequest
     image_word = b"image_url"
     prompt_field = "prompt"
-    one_event_each = True
 
     def __init__(self, sampling: SamplingDefaults = UNSAID) -> None:
         """sampling: values for the fields that a request leaves out."""

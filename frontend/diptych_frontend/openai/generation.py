@@ -78,9 +78,6 @@ class Api(Protocol[B, R]):
     image_word: bytes
     """A word that every body with images contains."""
     prompt_field: str
-    one_event_each: bool
-    """Whether a stream has one event for each output of an engine, so that an event's id says what
-    was told."""
 
     def request(self, body: B, scope: Scope) -> R:
         """Parse a body. Raises `InvalidRequestError` naming the field."""
@@ -111,6 +108,8 @@ class Sound(Generic[B, R]):
     num_prompt_tokens: int = 0
     not_enforced: dict[str, None] = field(default_factory=dict)
     """Keywords of a schema that are not enforced, in their order."""
+    kept_as: str = ""
+    """The secret name of an answer whose client may come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +140,10 @@ class Job:
     @property
     def num_paid(self) -> int:
         """How many tokens were billed when the client asked for the first time, unless that router
-        was killed: its prompt's, and those that it has of the answer."""
+        was killed: its prompt's, and those that it has of the answer. An output of which it lacks
+        events is billed again."""
         kept = self.options.get("kept")
-        return 0 if kept is None else self.num_prompt_tokens + kept.num_told
+        return self.num_prompt_tokens + kept.num_told if kept and kept.num_told else 0
 
     def engine_id(self, prompt_index: int) -> str:
         """Return the engine's request id for one of the prompts."""
@@ -200,8 +200,8 @@ class GenerationRoute(Generic[B, R]):
         if exchange.tenant:
             await exchange.reserve(_most_tokens(sound) - job.num_paid)
         request_id, created = exchange.request_id, int(time.time())
-        if job.event_ids is not None:
-            request_id, created = job.event_ids.request_id, job.event_ids.created
+        if (ids := job.event_ids) is not None:
+            request_id, created, sound.kept_as = ids.request_id, ids.created, ids.name
         writer = self._api.writer(sound, request_id, created)
         writer.warnings = exchange.warnings or UNSET
         deliver = self._stream if request.stream else self._answer
@@ -217,7 +217,7 @@ class GenerationRoute(Generic[B, R]):
         asks_more = (params.logprobs, params.prompt_logprobs, params.extra_args)
         has_rest = len(job.prompts) == params.n == 1 and all(x is None for x in asks_more)
         last_id = header(scope, _LAST_ID)
-        if not (self._api.one_event_each and self._engine.keeps_answers and has_rest):
+        if not (self._engine.keeps_answers and has_rest):
             if last_id:
                 raise not_kept()
             return job
@@ -305,8 +305,8 @@ class GenerationRoute(Generic[B, R]):
 
     async def _stream(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:
         tally = Tally(job.num_prompt_tokens)
-        parts, ids = exchange.parts, job.event_ids
-        is_told = job.options.get("kept") is not None
+        parts, ids, kept = exchange.parts, job.event_ids, job.options.get("kept")
+        is_told = bool(kept and kept.num_told)
         """Whether the client has what comes next."""
 
         def write_at_once(output: RequestOutput) -> bool:
@@ -318,10 +318,8 @@ class GenerationRoute(Generic[B, R]):
             if not parts.may_write():
                 return False
             tally.add(0, output)
-            if ids is None:
-                parts.write(writer.events(0, output, tally))
-            else:
-                parts.write(ids.marked(output, writer.events(0, output, tally)))
+            events = writer.events(0, output, tally)
+            parts.write(events if ids is None else ids.marked(events, output))
             return True
 
         streaming = run(self._engine, job, exchange, self._metrics, write_at_once)
@@ -345,11 +343,15 @@ class GenerationRoute(Generic[B, R]):
                     events = _apart(writer, prompt_index, output, tally)
                 else:
                     events = writer.events(prompt_index, output, tally)
-                if ids is not None:
-                    events = ids.marked(output, b"" if is_told else events)
-                    is_told = False
+                if ids is not None and is_told:
+                    is_told, events = False, b""
+                    ids.saw(output.outputs[0].token_ids)
+                    writer.has_told(ids.num_events)
+                elif ids is not None:
+                    events = ids.marked(events, output)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         ending = writer.ending(tally)
+        ending = ending if ids is None else ids.marked(ending)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _answer(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:

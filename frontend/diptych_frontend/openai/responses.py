@@ -233,6 +233,9 @@ class AnswerWriter(ABC):
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
         """Return the server-sent events for one delta output."""
 
+    def has_told(self, num_events: int) -> None:  # noqa: B027  (most number no events)
+        """The client has so many events for the outputs so far; they came to it in other pieces."""
+
     @abstractmethod
     def ending(self, tally: Tally) -> bytes:
         """Return the last events of a successful stream."""

@@ -3,6 +3,10 @@
 An id says how many tokens were told so far, and has a digest of them, of the prompt and of the
 parameters. So the tokens that engines kept are compared with what the client has, and a text never
 goes on with another one. The answer's name in it is secret: whoever has it may go on.
+
+An output may have several events. An id in their midst also says how many tokens the output had,
+and how many of its events the client has. The answer's writer reads the tokens before it again,
+perhaps in other pieces, so how many events they had is in the id, too.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ LAST_ID_HEADER: Final = "last-event-id"
 
 _ID: Final = re.compile(
     r"(?P<name>[0-9a-f]{32})\.(?P<told>[0-9]{1,9})\.(?P<digest>[0-9a-f]{16})"
-    r"\.(?P<created>[0-9]{1,12})\.(?P<request_id>[\x21-\x7e]{1,128})"
+    r"\.(?P<begun>[0-9]{1,9})\.(?P<had>[0-9]{1,9})\.(?P<events>[0-9]{1,9})"
+    r"\.(?P<cached>[0-9]{1,9})\.(?P<created>[0-9]{1,12})\.(?P<request_id>[\x21-\x7e]{1,128})"
 )
 
 
@@ -34,6 +39,12 @@ class EventIds:
     def __init__(self, name: str, created: int, request_id: str, asked: bytes) -> None:
         """asked: stands for the prompt and the parameters, see `asked_for`."""
         self.name, self.created, self.request_id = name, created, request_id
+        self.num_cached_tokens = 0
+        """Of the prompt."""
+        self.num_events = 0
+        """Those of the outputs so far."""
+        self.num_had = 0
+        """So many of the next events are at the client already."""
         self._digest = hashlib.blake2b(asked, digest_size=8)
         self._num_told = 0
 
@@ -47,20 +58,39 @@ class EventIds:
         self._digest.update(array("i", token_ids).tobytes())
         self._num_told += len(token_ids)
 
-    def marked(self, output: RequestOutput, event: bytes) -> bytes:
-        """Return an output's event, if it has one, with its id."""
-        self.saw(output.outputs[0].token_ids)
-        return b"id: %b\n%b" % (self.last.encode(), event) if event else event
+    def digest(self, token_ids: Sequence[int] = ()) -> str:
+        """Return the digest of what was counted and of these tokens."""
+        digest = self._digest.copy()
+        digest.update(array("i", token_ids).tobytes())
+        return digest.hexdigest()
 
-    @property
-    def last(self) -> str:
-        """The id of the event with the last token that was counted."""
-        told, digest = self._num_told, self._digest.hexdigest()
-        return f"{self.name}.{told}.{digest}.{self.created}.{self.request_id}"
+    def marked(self, events: bytes, output: RequestOutput | None = None) -> bytes:
+        """Return the events of an output, or those at the end, with ids, without those that the
+        client has."""
+        num_tokens = 0
+        if output is not None:
+            token_ids = output.outputs[0].token_ids
+            self.num_cached_tokens, num_tokens = output.num_cached_tokens, len(token_ids)
+            self.saw(token_ids)
+        *each, _ = events.split(b"\n\n")
+        if not each:
+            return b""
+        first = f"{self.name}.{self._num_told}.{self.digest()}"
+        last = f"{self.num_cached_tokens}.{self.created}.{self.request_id}"
+        marked = []
+        for number, event in enumerate(each, 1):
+            place = f"{num_tokens}.{number}.{self.num_events}"
+            if output is not None and number == len(each):
+                place = f"0.0.{self.num_events + number}"
+            if number > self.num_had:
+                marked.append(b"id: %b\n%b\n\n" % (f"{first}.{place}.{last}".encode(), event))
+        self.num_events += len(each)
+        self.num_had = 0
+        return b"".join(marked)
 
 
-def read_id(last_id: str, asked: bytes) -> tuple[EventIds, int]:
-    """Return the ids of the answer that an id belongs to, and how many tokens its client has.
+def read_id(last_id: str, asked: bytes) -> tuple[EventIds, re.Match[str]]:
+    """Return the ids with which the answer of an id goes on, and the parts of the id.
 
     Raises `InvalidRequestError` for an id that no event had.
     """
@@ -68,7 +98,9 @@ def read_id(last_id: str, asked: bytes) -> tuple[EventIds, int]:
     if read is None:
         raise InvalidRequestError("Last-Event-ID is no id of an event here", param="Last-Event-ID")
     ids = EventIds(read["name"], int(read["created"]), read["request_id"], asked)
-    return ids, int(read["told"])
+    ids.num_cached_tokens, ids.num_events = int(read["cached"]), int(read["events"])
+    ids.num_had = int(read["had"])
+    return ids, read
 
 
 def choose_kept(
@@ -79,16 +111,12 @@ def choose_kept(
     Raises `InvalidRequestError`: 404 if that is on no engine any more, 409 if an answer to another
     request, or of other tokens, is there.
     """
-    ids, num_told = read_id(last_id, asked)
+    ids, read = read_id(last_id, asked)
+    num_told = int(read["told"])
     found = [kept for kept in found if len(kept.token_ids) >= num_told]
     if not found:
         raise not_kept()
-    fitting = []
-    for kept in found:
-        ids, kept.num_told = read_id(last_id, asked)
-        ids.saw(kept.token_ids[:num_told])
-        if ids.last == last_id:
-            fitting.append(kept)
+    fitting = [x for x in found if ids.digest(x.token_ids[:num_told]) == read["digest"]]
     if not fitting:
         raise InvalidRequestError(
             "the rest that is there continues another request or another beginning; ask anew",
@@ -96,8 +124,10 @@ def choose_kept(
             status=409,
             code="another_answer",
         )
-    ids, _ = read_id(last_id, asked)
-    return ids, max(fitting, key=lambda kept: (len(kept.token_ids), kept.finish_reason is not None))
+    kept = max(fitting, key=lambda kept: (len(kept.token_ids), kept.finish_reason is not None))
+    kept.num_told = max(num_told - int(read["begun"]), 0)
+    kept.num_cached_tokens = ids.num_cached_tokens
+    return ids, kept
 
 
 def not_kept() -> InvalidRequestError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
@@ -18,7 +17,7 @@ from diptych_frontend.responses_api.api_types import (
     ResponsesRequest,
     TextConfig,
 )
-from diptych_frontend.responses_api.output import OUTPUT_EVENTS, Event, Output, OutputItem
+from diptych_frontend.responses_api.output import OUTPUT_EVENTS, Event, NewIds, Output, OutputItem
 from diptych_protocol import EngineGenerateError, RequestOutput, SamplingParams
 
 
@@ -86,11 +85,13 @@ class Response(msgspec.Struct, kw_only=True):
     warnings: Warnings = msgspec.UNSET
 
 
-def new_response(request: ResponsesRequest, params: SamplingParams, created: int) -> Response:
+def new_response(
+    request: ResponsesRequest, params: SamplingParams, created: int, ids: NewIds
+) -> Response:
     """Return a response without content, which reports how it is sampled."""
     return Response(
         # Who knows it may read a stored response, where nobody has a key: it cannot be guessed.
-        id=f"resp_{secrets.token_hex(16)}",
+        id=ids.new("resp", 16),
         created_at=created,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
@@ -142,12 +143,14 @@ Keep = Callable[[Response, bytes], Any]
 class ResponsesWriter(AnswerWriter):
     """See `AnswerWriter`."""
 
-    def __init__(self, response: Response, parts: AnswerParts, keep: Keep | None) -> None:
+    def __init__(
+        self, response: Response, output: Output, parts: AnswerParts, keep: Keep | None
+    ) -> None:
         self.dialect = Dialect(OPENAI.id_header, OPENAI.body, self._failed)
         self._response = response
         self._parts = parts
         self._keep = keep
-        self._output = Output()
+        self._output = output
         self._begun = False
         self._finish_reason: str | None = None
 
@@ -159,6 +162,9 @@ class ResponsesWriter(AnswerWriter):
             begin = self._output.event(Created(response=self._response))
             begin += self._output.event(InProgress(response=self._response))
         return begin + self._add(output, tally)
+
+    def has_told(self, num_events: int) -> None:
+        self._output.num_events = num_events
 
     def ending(self, tally: Tally) -> bytes:
         last = self._close(tally)
@@ -181,12 +187,13 @@ class ResponsesWriter(AnswerWriter):
 
     def _add(self, output: RequestOutput, tally: Tally) -> bytes:
         [choice] = output.outputs
-        reasoning, text, calls, self._finish_reason = self._parts.read(choice)
+        reasoning, pieces, self._finish_reason = self._parts.read(choice)
         tally.reasoning_tokens = self._parts.num_reasoning_tokens
-        told = self._output.add_reasoning(reasoning) if reasoning else b""
-        if text:
-            told += self._output.add_text(text)
-        return told + b"".join(map(self._output.add_call, calls))
+        to = self._output
+        told = to.add_reasoning(reasoning) if reasoning else b""
+        for piece in pieces:
+            told += to.add_text(piece) if isinstance(piece, str) else to.add_call(piece)
+        return told
 
     def _close(self, tally: Tally) -> bytes:
         """End the response. Raises `EngineGenerateError` for one that was broken off."""

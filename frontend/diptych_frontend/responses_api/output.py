@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Any, Final, Literal
 
@@ -116,22 +117,38 @@ OUTPUT_EVENTS: Final = (
 )  # fmt: skip
 
 
+class NewIds:
+    """Makes the ids of a response and of its items, which nobody can guess."""
+
+    def __init__(self, secret: str = "") -> None:
+        """secret: with the same one, they are the same again."""
+        self._secret = (secret or secrets.token_hex(16)).encode()
+        self._num_made = 0
+
+    def new(self, kind: str, size: int = 12) -> str:
+        """Return an id with so many bytes."""
+        self._num_made += 1
+        made = hashlib.blake2b(b"%d" % self._num_made, key=self._secret, digest_size=size)
+        return f"{kind}_{made.hexdigest()}"
+
+
 class Output:
     """The growing items of a response, of which one is open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: NewIds) -> None:
+        self._ids = ids
         self.done: list[OutputItem] = []
         self._open: OutputMessage | OutputReasoning | None = None
         self._pieces: list[str] = []
         """The text of the open item."""
         self._blanks = ""
         """Blanks that are an item only if something follows them."""
-        self._sequence_number = 0
+        self.num_events = 0
 
     def event(self, event: Event) -> bytes:
         """Return the event with the next sequence number."""
-        event.sequence_number = self._sequence_number
-        self._sequence_number += 1
+        event.sequence_number = self.num_events
+        self.num_events += 1
         tag = str(event.__struct_config__.tag).encode()
         return b"event: " + tag + b"\ndata: " + encode(event) + b"\n\n"
 
@@ -139,7 +156,7 @@ class Output:
         """Add more of the model's reasoning."""
         begin = b""
         if not isinstance(self._open, OutputReasoning):
-            begin = self._begin(OutputReasoning(_new_id("rs"), [], "in_progress"))
+            begin = self._begin(OutputReasoning(self._ids.new("rs"), [], "in_progress"))
         self._pieces.append(text)
         return begin + self.event(ReasoningDelta(delta=text, **self._place()))
 
@@ -151,7 +168,7 @@ class Output:
             if not text.strip():
                 self._blanks = text
                 return b""
-            begin = self._begin(OutputMessage(_new_id("msg"), [], "in_progress"))
+            begin = self._begin(OutputMessage(self._ids.new("msg"), [], "in_progress"))
         self._pieces.append(text)
         return begin + self.event(TextDelta(delta=text, **self._place()))
 
@@ -159,7 +176,7 @@ class Output:
         """Add a whole call."""
         before = self.close("completed")
         index = len(self.done)
-        item = OutputCall(_new_id("fc"), _new_id("call"), call.name, "", "in_progress")
+        item = OutputCall(self._ids.new("fc"), self._ids.new("call"), call.name, "", "in_progress")
         added = self.event(ItemAdded(output_index=index, item=item))
         item.arguments, item.status = call.arguments, "completed"
         self.done.append(item)
@@ -201,7 +218,3 @@ class Output:
     def _place(self) -> dict[str, Any]:
         item_id = "" if self._open is None else self._open.id
         return {"item_id": item_id, "output_index": len(self.done)}
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(12)}"

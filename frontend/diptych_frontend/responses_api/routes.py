@@ -18,6 +18,7 @@ from diptych_frontend.responses_api.answers import Keep, ResponsesWriter, new_re
 from diptych_frontend.responses_api.answers import Response as ResponseBody
 from diptych_frontend.responses_api.api_types import Item, Message, ResponsesRequest, as_items
 from diptych_frontend.responses_api.conversation import ResponseChat, as_chat
+from diptych_frontend.responses_api.output import NewIds, Output
 from diptych_frontend.responses_api.store import ResponseStore, StoredResponse
 from diptych_protocol import InvalidRequestError, Renderer
 
@@ -28,7 +29,6 @@ class ResponsesApi:
     body_type = ResponsesRequest
     image_word = b"input_image"
     prompt_field = "input"
-    one_event_each = False
 
     def __init__(self, chat: ChatApi, store: ResponseStore) -> None:
         self._chat, self._store = chat, store
@@ -66,8 +66,9 @@ class ResponsesApi:
     ) -> AnswerWriter:
         [prompt] = sound.prompts
         parts = self._chat.parts(sound.request, prompt)
-        response = new_response(sound.body, sound.params, created)
-        return ResponsesWriter(response, parts, self._keep(sound))
+        ids = NewIds(sound.kept_as)
+        response = new_response(sound.body, sound.params, created, ids)
+        return ResponsesWriter(response, Output(ids), parts, self._keep(sound))
 
     def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:
         store, request = self._store, sound.request

@@ -29,6 +29,10 @@ class ParsedCall:
     """A JSON object."""
 
 
+Pieces = list[str | ParsedCall]
+"""Text and calls of an answer, in their order; no text follows another."""
+
+
 class WrittenCall(msgspec.Struct):
     """A call as models write it; some write `parameters` for `arguments`."""
 

@@ -6,7 +6,7 @@ import re
 import string
 
 from diptych_frontend.reasoning.splitter import certain_length
-from diptych_frontend.tool_calls.calls import OpenCall, ParsedCall, Tools
+from diptych_frontend.tool_calls.calls import OpenCall, ParsedCall, Pieces, Tools
 from diptych_frontend.tool_calls.formats import ToolCallFormat
 
 
@@ -31,27 +31,25 @@ class ToolCallParser:
         self._begins_line = True
         """There is nothing but blanks before the held text in its line."""
 
-    def push(
-        self, piece: str, *, last: bool = False, cut: bool = False
-    ) -> tuple[str, list[ParsedCall]]:
-        """Add text, and return the text that is certain now, and the calls that are complete.
+    def push(self, piece: str, *, last: bool = False, cut: bool = False) -> Pieces:
+        """Add text, and return the text that is certain now, and the calls that are complete, in
+        their order.
 
         last: this is the end. cut: the model did not choose it.
         """
         self._held += piece
-        text: list[str] = []
-        calls: list[ParsedCall] = []
-        while self._open is not None or self._begin(text):
-            if not self._end(text, calls):
+        told: Pieces = []
+        while self._open is not None or self._begin(told):
+            if not self._end(told):
                 break
         if last:
-            self._finish(calls, cut)
-            self._tell(len(self._held), text)
+            self._finish(told, cut)
+            self._tell(len(self._held), told)
         elif self._open is None:
-            self._tell(certain_length(self._held, self._style.markers), text)
-        return "".join(text), calls
+            self._tell(certain_length(self._held, self._style.markers), told)
+        return told
 
-    def _begin(self, text: list[str]) -> bool:
+    def _begin(self, told: Pieces) -> bool:
         """Open the first call in the held text, if there is one."""
         if self._after_call:
             self._held = self._held.lstrip(self._between)
@@ -63,7 +61,7 @@ class ToolCallParser:
             begin, written = marker.start(), marker.group()
         else:
             return False
-        self._tell(begin, text)
+        self._tell(begin, told)
         self._open = self._style.open(written, self._tools)
         return True
 
@@ -74,47 +72,50 @@ class ToolCallParser:
                 return found.end() - 1
         return None
 
-    def _end(self, text: list[str], calls: list[ParsedCall]) -> bool:
+    def _end(self, told: Pieces) -> bool:
         """Close the open call, if it has ended."""
         ended = None if self._open is None else self._open.end(self._held)
         if ended is None:
             return False
         self._open = None
         if ended.calls is None:
-            self._tell(ended.length, text)
+            self._tell(ended.length, told)
             return True
         self._held = self._held[ended.length :]
         self._after_call = self._begins_line = True
-        self._report(ended.calls, calls)
+        self._report(ended.calls, told)
         return True
 
-    def _report(self, found: list[ParsedCall], calls: list[ParsedCall]) -> None:
+    def _report(self, found: list[ParsedCall], told: Pieces) -> None:
         for call in found:
             if self._parallel or self.num_calls == 0:
                 self.num_calls += 1
-                calls.append(call)
+                told.append(call)
 
-    def _finish(self, calls: list[ParsedCall], cut: bool) -> None:
+    def _finish(self, told: Pieces, cut: bool) -> None:
         """Take what is left of a call out of the held text."""
         if self._open is not None:
             found = self._open.unfinished(self._held)
             if found or (cut and found is not None):
-                self._report(found, calls)
+                self._report(found, told)
                 self._held = ""
         elif cut:
             certain = certain_length(self._held, self._style.markers)
             if len(self._held) - certain > 1:  # one character may be anything
                 self._held = self._held[:certain]
 
-    def _tell(self, length: int, text: list[str]) -> None:
+    def _tell(self, length: int, told: Pieces) -> None:
         """So much of the held text is certain to be text. Blanks after a call only part it from
         what follows."""
-        told, self._held = self._held[:length], self._held[length:]
+        text, self._held = self._held[:length], self._held[length:]
         if self._after_call:
-            told = told.lstrip(self._between)
-        if not told:
+            text = text.lstrip(self._between)
+        if not text:
             return
         self._after_call = False
-        _, newline, line = told.rpartition("\n")
+        _, newline, line = text.rpartition("\n")
         self._begins_line = not line.strip() and (bool(newline) or self._begins_line)
-        text.append(told)
+        if told and isinstance(before := told[-1], str):
+            told[-1] = before + text
+        else:
+            told.append(text)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from streams_read import READ, as_read
 
 from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import resolve_model
@@ -38,23 +37,66 @@ CALLS = "".join(
     f'<tool_call>\n{{"name": "f", "arguments": {{"x": "{x}"}}}}\n</tool_call>\n' for x in "ß😀"
 )
 THOUGHT = f"<think>\nhm, 東京 😀\n</think>\n\n{TEXT}"
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-ASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    # what is asked: the model's answer, fields of the request
-    "a text": (TEXT, {}),
-    "a text that a stop string ends": (TEXT, {"stop": ["から", "Welt!"]}),
-    "a text that is held back for stop strings": (TEXT, {"stop": ["And so forth"]}),
+AROUND = f"Ich sehe {CALLS}\nund 東京: {CALLS} Ende"
+"""Each text between calls is a part of its own in the APIs that have parts."""
+SAID: dict[str, tuple[str, list[str]]] = {
+    # what the model answers, and where it is stopped
+    "a text": (TEXT, []),
+    "a text that a stop string ends": (TEXT, ["から", "Welt!"]),
+    "a text that is held back for stop strings": (TEXT, ["And so forth"]),
+    "reasoning": (THOUGHT, ["so on"]),
+    "calls": (CALLS, []),
+    "calls between texts": (AROUND, []),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # of chats alone: the model's answer, fields of the request
     "a text with its stop string": (
         TEXT,
         {"stop": ["から"], "include_stop_str_in_output": True, "min_tokens": 3},
     ),
-    "reasoning": (THOUGHT, {"stop": ["so on"]}),
-    "calls": (CALLS, {"tools": TOOLS, "tool_choice": "required"}),
     "usage in each event": (
         TEXT,
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
 }
+MESSAGES = [{"role": "user", "content": "?"}]
+WITH_USAGE = {"max_tokens": 300, "stream_options": {"include_usage": True}}
+FUNCTION = {"name": "f", "parameters": {}}
+ASKED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    # path: the request, its field for stop strings, and its fields for calls
+    "/v1/chat/completions": (
+        {"messages": MESSAGES, **WITH_USAGE},
+        "stop",
+        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"},
+    ),
+    "/v1/completions": ({"prompt": "?", **WITH_USAGE}, "stop", {}),
+    "/v1/responses": (
+        {"input": "?", "max_output_tokens": 300},
+        "stop",
+        {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+    ),
+    "/v1/messages": (
+        {"messages": MESSAGES, "max_tokens": 300},
+        "stop_sequences",
+        {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}},
+    ),
+}
+CASES = [
+    *((path, name) for path in ASKED for name in SAID if path != "/v1/completions"),
+    *(("/v1/chat/completions", name) for name in OTHERS),
+    *(("/v1/completions", name) for name in SAID if "text" in name and "calls" not in name),
+]
+
+
+def asked(path: str, name: str) -> tuple[str, dict[str, Any]]:
+    """What the model answers, and the request."""
+    body, stop_field, for_calls = ASKED[path]
+    body = {"model": "m", "stream": True, **body}
+    if name in OTHERS:
+        said, more = OTHERS[name]
+        return said, body | more
+    said, stop = SAID[name]
+    return said, body | {stop_field: stop} | (for_calls if CALLS in said else {})
 
 
 class Scripted(PoolClient):
@@ -77,6 +119,7 @@ class Scripted(PoolClient):
         output = EngineCoreOutput(request_id, self.tokens[begin:end])
         is_last = end == len(self.tokens)
         output.finish_reason = FinishReason.STOP if is_last else None
+        output.num_cached_tokens = 0 if begin else 3
         if not self.output_processor.process([output]) and not is_last:
             asyncio.get_running_loop().call_soon(self._say, request_id, end)
 
@@ -87,48 +130,20 @@ class Scripted(PoolClient):
         return self.found
 
 
-@dataclass
-class Read:
-    """What a client has."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[tuple[int, Any]] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-    ids: set[tuple[str, int]] = field(default_factory=set)
-    usage: list[Any] = field(default_factory=list)
-
-
-def as_read(events: Iterable[str]) -> Read:
-    read = Read()
-    for event in events:
-        data = event.rpartition("data: ")[2]
-        if data == "[DONE]":
-            read.ends.append(data)
-            continue
-        chunk = json.loads(data)
-        read.ids.add((chunk["id"], chunk["created"]))
-        read.usage = chunk.get("usage") or read.usage
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            read.content += delta["content"]
-            read.reasoning += delta.get("reasoning_content", "")
-            read.calls += [
-                (call["index"], call["function"]) for call in delta.get("tool_calls", ())
-            ]
-            read.ends += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return read
-
-
 @pytest.fixture(scope="module")
 def renderer(smollm2: str) -> TextRenderer:
     return TextRenderer(resolve_model(smollm2, weights=False))
 
 
-async def events_of(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) -> list[str]:
-    answer = await http.post("/v1/chat/completions", json=body, headers=ASKS | headers)
+async def events_of(
+    http: httpx.AsyncClient,
+    body: dict[str, Any],
+    path: str = "/v1/chat/completions",
+    **headers: str,
+) -> list[str]:
+    answer = await http.post(path, json=body, headers=ASKS | headers)
     assert answer.status_code == 200, answer.text
-    return answer.text.removesuffix("\n\n").split("\n\n")
+    return answer.text.split("\n\n")[:-1]
 
 
 class OneByOne(Random):
@@ -193,32 +208,51 @@ async def test_the_rest_is_billed_and_what_was_told_is_not(
             assert await used() == wanted
 
 
-@pytest.mark.parametrize("asked", ASKED)
-async def test_wherever_a_stream_breaks_off_its_parts_are_the_whole(
-    engine: Scripted, renderer: TextRenderer, asked: str
+@pytest.mark.parametrize("path", ASKED)
+async def test_an_id_that_nothing_goes_on_from_is_refused_as_the_api_refuses(
+    engine: Scripted, renderer: TextRenderer, path: str
 ) -> None:
-    said, fields = ASKED[asked]
-    engine.tokens = [*renderer.tokenize(said, add_special_tokens=False), 2]
-    body = {
-        **{"model": "m", "messages": [{"role": "user", "content": "?"}], "max_tokens": 300},
-        **{"stream": True, "stream_options": {"include_usage": True}},
-        **fields,
-    }
+    said, body = asked(path, "a text")
+    engine.tokens = renderer.tokenize(said, add_special_tokens=False)
     transport = httpx.ASGITransport(build_app(engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        whole = await events_of(http, body)
-        wanted = as_read(whole)
-        assert "usage" in asked or len(whole) > 8, whole
+        last_id, num_told = id_of((await events_of(http, body, path))[5])
+        for given, kept, status, code, kind in (
+            (last_id, [], 404, "answer_not_kept", "not_found_error"),
+            (last_id, engine.tokens[: num_told - 1], 404, "answer_not_kept", "not_found_error"),
+            (last_id, [7] * 400, 409, "another_answer", "invalid_request_error"),
+            ("42", engine.tokens, 400, None, "invalid_request_error"),
+        ):
+            engine.found = [KeptAnswer(kept)] if kept else []
+            headers = ASKS | {"last-event-id": given}
+            answer = await http.post(path, json=body, headers=headers)
+            error = answer.json()["error"]
+            assert answer.status_code == status, error
+            if path == "/v1/messages":
+                assert (answer.json()["type"], error["type"]) == ("error", kind)
+            else:
+                assert (error["param"], error["code"]) == ("Last-Event-ID", code)
+
+
+@pytest.mark.parametrize(("path", "name"), CASES)
+async def test_wherever_a_stream_breaks_off_its_parts_are_the_whole(
+    engine: Scripted, renderer: TextRenderer, path: str, name: str
+) -> None:
+    said, body = asked(path, name)
+    engine.tokens = [*renderer.tokenize(said, add_special_tokens=False), 2]
+    num_all, read = len(engine.tokens), READ[path]
+    transport = httpx.ASGITransport(build_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        whole = await events_of(http, body, path)
+        wanted = read(whole)
+        assert "usage" in name or len(whole) > 8, whole
         for count, event in enumerate(whole, 1):
-            if not event.startswith("id: "):
-                continue
             last_id, num_told = id_of(event)
             # The engines have no more than that, or some more, or all of it.
-            num_all = len(engine.tokens)
             known = engine.steps.choice((num_told, min(num_told + 2, num_all), num_all))
             kept = KeptAnswer(engine.tokens[:known])
             if known == num_all:
                 kept.finish_reason = FinishReason.STOP
             engine.found = [KeptAnswer(engine.tokens[:1]), kept, KeptAnswer([7] * 400)]
-            rest = await events_of(http, body, **{"last-event-id": last_id})
-            assert as_read([*whole[:count], *rest]) == wanted, (last_id, known)
+            rest = await events_of(http, body, path, **{"last-event-id": last_id})
+            assert read([*whole[:count], *rest]) == wanted, (last_id, known)

@@ -169,9 +169,11 @@ def parse(
         last, answer = piece is None, piece or ""
         if before is not None:
             _, answer = before.push(answer, last=last)
-        told, found = parser.push(answer, last=last, cut=cut)
-        text += told
-        calls += found
+        for told in parser.push(answer, last=last, cut=cut):
+            if isinstance(told, str):
+                text += told
+            else:
+                calls.append(told)
     assert parser.num_calls == len(calls)
     return text, calls
 
@@ -333,7 +335,8 @@ def test_contract_C05_a_call_without_end_does_not_hold_the_answer_back(name: str
     assert (text, calls) == (long, [])
     style = FORMATS[name]
     parser = ToolCallParser(style, TOOLS, parallel=True)
-    told, _ = parser.push(long[: MAX_CALL + 100])
+    [told] = parser.push(long[: MAX_CALL + 100])
+    assert isinstance(told, str)
     assert len(told) >= MAX_CALL
 
 

@@ -331,7 +331,7 @@ def parsers() -> Iterator[Parser]:
         (b'{"kv_transfer_params": {"do_remote_prefill": true, "a": [1]}}',), raises=(),
     )  # fmt: skip
     yield Parser("ids of events", (f"{front}/openai/resumption.py",), text(last_event_id), (
-        f"{'0f' * 16}.12.{'a7' * 8}.1790000000.chat-1".encode(),
+        f"{'0f' * 16}.12.{'a7' * 8}.2.1.14.0.1790000000.chat-1".encode(),
     ))  # fmt: skip
     yield Parser("browsers' headers", (f"{front}/browsers.py",), browser,
                  (b"https://a.example", b"[::1]:80", b"localhost"))  # fmt: skip
