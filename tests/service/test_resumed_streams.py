@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,6 @@ from threading import Event
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import pytest_asyncio
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, Pages, chromium
@@ -27,6 +27,7 @@ from free_ports import free_port
 from page_scenes import Scene
 from playwright.sync_api import Request, expect
 from service_kit import Core, all_usable, cores, engine_config, link_of, router_command, routing
+from streams_read import READ
 from waits import PATIENCE_S, wait_until
 
 from diptych.bench.stream import Sample, stream
@@ -45,63 +46,80 @@ MODEL = "dummy://?vocab_size=49152&num_hidden_layers=1&hidden_size=64"
 HEADERS = {"x-diptych-resumable": "1", "authorization": "Bearer key-of-ann"}
 
 
+PATHS = [*READ]
+"""Those of the APIs that stream."""
+DIFFERENT = "created|created_at|cached_tokens|cache_read_input_tokens|input_tokens"
+ENDS = re.compile(r'data: (\[DONE\]|{"type":"(response\.(completed|incomplete)|message_stop)")')
+
+
 @dataclass
 class Answer:
     """What a client has of a stream."""
 
-    text: str = ""
-    last_id: str = ""
-    finish_reason: str | None = None
-    usage: int = 0
-    ids: set[str] = field(default_factory=set)
-    """The `id` of its chunks."""
-    num_events: int = 0
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def last_id(self) -> str:
+        """That of the last event."""
+        first = self.events[-1].partition("\n")[0] if self.events else ""
+        return first.removeprefix("id: ") if first.startswith("id: ") else ""
+
+    def read_as(self, path: str) -> Any:
+        """What it comes to, without what differs from one answer to the next: ids, times, and how
+        much of the prompt was in a cache."""
+        seen: dict[str, str] = {}
+
+        def number(found: re.Match[str]) -> str:
+            return seen.setdefault(found[0], f"{found[1]}{len(seen)}")
+
+        text = "\n\n".join(self.events)
+        text = re.sub(r"(\w+?)[_-][0-9a-f]{24,}\b", number, text)
+        text = re.sub(rf'("(?:{DIFFERENT})"):\d+', r"\1:0", text)
+        return READ[path](text.split("\n\n"))
 
 
-def question(number: int) -> dict[str, Any]:
-    return {
-        "model": "smollm2",
-        "prompt": f"Chapter {number}. The lighthouse keeper climbed the stairs, and ",
-        "temperature": 0.8,
-        "seed": number,
-        "ignore_eos": True,
-        "max_tokens": LENGTH,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+def question(number: int, path: str = "/v1/completions", length: int = LENGTH) -> dict[str, Any]:
+    asked = f"Chapter {number}. The lighthouse keeper climbed the stairs, and "
+    body: dict[str, Any] = {"model": "smollm2", "temperature": 0, "stream": True}
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body[limit] = length
+    if path == "/v1/responses":
+        body["input"] = asked
+    elif path == "/v1/completions":
+        body["prompt"] = asked
+    else:
+        body["messages"] = [{"role": "user", "content": asked}]
+    if path != "/v1/messages":  # it has no such fields
+        body |= {"temperature": 0.8, "seed": number, "ignore_eos": True}
+    if path.endswith("completions"):
+        body["stream_options"] = {"include_usage": True}
+    return body
 
 
 async def read(
     router: Router,
-    number: int,
+    body: dict[str, Any],
     answer: Answer,
+    path: str = "/v1/completions",
     headers: dict[str, str] = HEADERS,
-    length: int = LENGTH,
+    most: int = 1 << 20,
 ) -> bool:
-    """Read on, from the last event that came; whether the stream came to its proper end."""
+    """Read on, from the last event that came, until there are as many as at most; whether the
+    stream came to its proper end."""
     last = {"last-event-id": answer.last_id} if answer.last_id else {}
-    url, body = f"{router.url}/v1/completions", question(number) | {"max_tokens": length}
+    rest = ""
     async with (
         httpx.AsyncClient(timeout=PATIENCE_S) as client,
-        client.stream("POST", url, json=body, headers=headers | last) as got,
+        client.stream("POST", f"{router.url}{path}", json=body, headers=headers | last) as got,
     ):
         got.raise_for_status()
-        new_id = ""
-        async for line in got.aiter_lines():
-            if line.startswith("id: "):
-                new_id = line.removeprefix("id: ")
-            elif line == "data: [DONE]":
-                return True
-            elif line.startswith("data: "):
-                chunk = msgspec.json.decode(line.removeprefix("data: "))
-                answer.last_id = new_id
-                answer.ids.add(chunk["id"])
-                answer.num_events += 1
-                answer.usage = (chunk["usage"] or {}).get("completion_tokens", 0)
-                for choice in chunk["choices"]:
-                    answer.text += choice["text"]
-                    answer.finish_reason = choice["finish_reason"]
-    return False
+        async for piece in got.aiter_text():
+            *events, rest = (rest + piece).split("\n\n")
+            answer.events += events
+            if len(answer.events) >= most:
+                del answer.events[most:]
+                return False
+    return ENDS.search(answer.events[-1]) is not None
 
 
 @pytest.fixture(scope="module")
@@ -177,25 +195,49 @@ async def test_clients_of_a_killed_router_get_the_rest_from_another(
     routers: list[Router], engines: list[Core], watcher: PoolClient, eventually: Any
 ) -> None:
     lost, other = routers.pop(0), routers[-1]
+    paths = [PATHS[number % len(PATHS)] for number in range(STREAMS)]
+    bodies = [question(number, path) for number, path in enumerate(paths)]
     wanted = [Answer() for _ in range(STREAMS)]
-    assert all(await asyncio.gather(*(read(lost, *at) for at in enumerate(wanted))))
-    assert len({answer.text for answer in wanted}) == STREAMS
+
+    def reading(router: Router, number: int, answers: list[Answer]) -> Coroutine[Any, Any, bool]:
+        return read(router, bodies[number], answers[number], paths[number])
+
+    assert all(await asyncio.gather(*(reading(lost, at, wanted) for at in range(STREAMS))))
     before = await tokens_sampled(watcher, engines)
 
     answers = [Answer() for _ in range(STREAMS)]
-    streams = [asyncio.create_task(read(lost, *at)) for at in enumerate(answers)]
-    await eventually(lambda: all(answer.num_events >= TOLD for answer in answers))
+    streams = [asyncio.create_task(reading(lost, at, answers)) for at in range(STREAMS)]
+    await eventually(lambda: all(len(answer.events) >= TOLD for answer in answers))
     lost.lose()
     ends = await asyncio.gather(*streams, return_exceptions=True)
     broken = [number for number, end in enumerate(ends) if isinstance(end, httpx.TransportError)]
     assert broken, ends
-    again = (read(other, number, answers[number]) for number in broken)
-    assert all(await asyncio.gather(*again))
+    assert all(await asyncio.gather(*(reading(other, at, answers) for at in broken)))
 
-    assert [answer.text for answer in answers] == [answer.text for answer in wanted]
-    assert {(a.finish_reason, a.usage, len(a.ids)) for a in answers} == {("length", LENGTH, 1)}
+    for path, answer, whole in zip(paths, answers, wanted, strict=True):
+        assert answer.read_as(path) == whole.read_as(path)
     sampled = await tokens_sampled(watcher, engines) - before
     assert sampled == STREAMS * LENGTH, "each token is computed once"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_breaks_off_anywhere_gets_the_rest_from_another_router(
+    routers: list[Router], path: str
+) -> None:
+    first, other = routers[-2:]
+    body = question(1, path, length=24)
+    whole = Answer()
+    assert await read(first, body, whole, path)
+
+    async def broken_off(after: int) -> Answer:
+        answer = Answer()
+        has_ended = await read(first, body, answer, path, most=after)
+        assert has_ended or await read(other, body, answer, path)
+        return answer
+
+    places = range(1, len(whole.events), 3)
+    for answer in await asyncio.gather(*map(broken_off, places)):
+        assert answer.read_as(path) == whole.read_as(path)
 
 
 async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
@@ -203,8 +245,8 @@ async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
 ) -> None:
     lost, other = routers.pop(0), routers[-1]
     answer = Answer()
-    stream = asyncio.create_task(read(lost, 1, answer, length=LONGER))
-    await eventually(lambda: answer.num_events >= TOLD)
+    stream = asyncio.create_task(read(lost, question(1, length=LONGER), answer))
+    await eventually(lambda: len(answer.events) >= TOLD)
     lost.lose()
     await asyncio.wait((stream,))
 
@@ -214,7 +256,7 @@ async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
         headers = {**HEADERS, "authorization": f"Bearer key-of-{key}", "last-event-id": last_id}
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             url = f"{other.url}/v1/completions"
-            body = question(number) | {"max_tokens": LONGER, **fields}
+            body = question(number, length=LONGER) | fields
             got = await client.post(url, json=body, headers=headers)
         return got.status_code, got.json()["error"]["code"]
 
@@ -241,7 +283,7 @@ async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
 def test_the_page_and_bench_get_the_rest_from_another_router(routers: list[Router]) -> None:
     lost, other = routers.pop(0), routers[-1]
     key = HEADERS["authorization"].removeprefix("Bearer ")
-    body = question(1) | {"max_tokens": LONGER}
+    body = question(1, length=LONGER)
     begun = Event()
 
     async def note(_: httpx.Response) -> None:
@@ -292,6 +334,6 @@ async def test_a_client_that_does_not_ask_gets_no_ids_and_nothing_of_it_is_kept(
 ) -> None:
     answer = Answer()
     key = {"authorization": HEADERS["authorization"], "last-event-id": "any"}
-    assert await read(routers[-1], 1, answer, key)
+    assert await read(routers[-1], question(1), answer, headers=key)
     assert answer.last_id == ""
     assert await watcher.find_kept("", "ann") == []

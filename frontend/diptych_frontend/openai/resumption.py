@@ -40,7 +40,7 @@ class EventIds:
         """asked: stands for the prompt and the parameters, see `asked_for`."""
         self.name, self.created, self.request_id = name, created, request_id
         self.num_cached_tokens = 0
-        """Of the prompt."""
+        """Those of the prompt."""
         self.num_events = 0
         """Those of the outputs so far."""
         self.num_had = 0
