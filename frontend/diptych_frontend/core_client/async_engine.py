@@ -380,7 +380,8 @@ class AsyncEngine(EngineClient):
         self.output_processor.add(request, prompt, queue)
         told, rest = kept.token_ids[: kept.num_told], kept.token_ids[kept.num_told :]
         beginning, last = (EngineCoreOutput(request.request_id, part) for part in (told, rest))
-        beginning.num_cached_tokens = last.num_cached_tokens = kept.num_cached_tokens
+        cached = min(kept.num_cached_tokens, len(request.prompt_token_ids or ()))
+        beginning.num_cached_tokens = last.num_cached_tokens = cached  # as its client says
         last = last if rest else beginning
         last.finish_reason, last.stop_reason = kept.finish_reason, kept.stop_reason
         ended = self.output_processor.process([beginning] if told or not rest else [])

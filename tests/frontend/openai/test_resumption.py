@@ -69,7 +69,7 @@ ASKED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "stop",
         {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"},
     ),
-    "/v1/completions": ({"prompt": "?", **WITH_USAGE}, "stop", {}),
+    "/v1/completions": ({"prompt": "What do you see over there?", **WITH_USAGE}, "stop", {}),
     "/v1/responses": (
         {"input": "?", "max_output_tokens": 300},
         "stop",
@@ -232,6 +232,23 @@ async def test_an_id_that_nothing_goes_on_from_is_refused_as_the_api_refuses(
                 assert (answer.json()["type"], error["type"]) == ("error", kind)
             else:
                 assert (error["param"], error["code"]) == ("Last-Event-ID", code)
+
+
+async def test_no_client_can_have_had_more_of_a_prompt_in_a_cache_than_the_prompt(
+    engine: Scripted, renderer: TextRenderer
+) -> None:
+    path = "/v1/messages"
+    said, body = asked(path, "a text")
+    engine.tokens = [*renderer.tokenize(said, add_special_tokens=False), 2]
+    transport = httpx.ASGITransport(build_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        parts = id_of((await events_of(http, body, path))[5])[0].split(".")
+        parts[6] = "9" * 9
+        engine.found = [KeptAnswer(engine.tokens, FinishReason.STOP)]
+        rest = await events_of(http, body, path, **{"last-event-id": ".".join(parts)})
+    usage = READ[path](rest)[-2][0]["usage"]
+    assert usage["input_tokens"] == 0
+    assert 0 < usage["cache_read_input_tokens"] < 100
 
 
 @pytest.mark.parametrize(("path", "name"), CASES)
