@@ -105,14 +105,15 @@ class Pooler:
         query_starts: NDArray[np.int64],
         hidden: Tensor,
         norm: Callable[[Tensor], Tensor],
-    ) -> dict[str, Array]:
+    ) -> dict[str, Array | None]:
         """Add a step's hidden states.
 
         query_starts: [shares + 1]: where each share begins among the step's tokens.
         hidden: [tokens, hidden], before the model's final norm, which is `norm`.
-        Returns the vectors of the prompts that are complete now, by request.
+        Returns the vectors of the prompts that are complete now, by request; None for such as are
+        no numbers.
         """
-        complete: dict[str, Array] = {}
+        complete: dict[str, Array | None] = {}
         for place, share in enumerate(shares):
             request = share.request
             prompt = self._open.get(request.request_id)
@@ -131,8 +132,11 @@ class Pooler:
         return complete
 
 
-def _vectors(pooled: Tensor, params: PoolingParams) -> Array:
-    """What the caller gets: cut to the wanted dimensions, then scaled to length 1."""
+def _vectors(pooled: Tensor, params: PoolingParams) -> Array | None:
+    """What the caller gets: cut to the wanted dimensions, then scaled to length 1. None if a number
+    is none."""
+    if not pooled.isfinite().all():
+        return None
     vectors = pooled[..., : params.dimensions]
     if params.normalize:
         vectors = F.normalize(vectors, dim=-1)

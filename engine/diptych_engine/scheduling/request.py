@@ -304,9 +304,9 @@ class StepResult:
     """NaNs among each request's logits; None when there are none at all."""
     prompt_logprobs: dict[str, LogprobsTensors] | None = None
     """By request id, for prompts that this step completed; None when nobody asked."""
-    pooled: dict[str, Array] | None = None
-    """Request id -> vectors of the pooling requests whose prompts this step completed; None without
-    any."""
+    pooled: dict[str, Array | None] | None = None
+    """Request id -> vectors of the pooling requests whose prompts this step completed, None for
+    such as are no numbers; None without any."""
     routed: dict[tuple[str, int], Array] | None = None
     """(Request id, end of the share) -> its part of `EngineCoreOutput.routed_experts`; None unless
     the engine reports them."""

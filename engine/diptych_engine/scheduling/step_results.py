@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from diptych_engine.scheduling.prefix_cache import PrefixCache
@@ -24,6 +26,10 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.wire import ErrorKind
+
+NO_NUMBERS: Final = (
+    "the model computed NaN: its weights, the adapter's, or the KV of the prompt are damaged"
+)
 
 
 def apply_results(
@@ -65,12 +71,14 @@ def apply_results(
                 _join(outputs[-1].output, output)
                 continue
         elif result.pooled is not None and request.request_id in result.pooled:
-            request.finish_reason = FinishReason.STOP
+            vectors = result.pooled[request.request_id]
+            request.finish_reason = FinishReason.ERROR if vectors is None else FinishReason.STOP
             output = EngineCoreOutput(
                 request.request_id,
                 [],
-                pooling_output=result.pooled[request.request_id],
+                pooling_output=vectors,
                 num_cached_tokens=request.num_cached_tokens or 0,
+                error=NO_NUMBERS if vectors is None else None,
             )
         else:
             continue
@@ -114,6 +122,7 @@ def _join(output: EngineCoreOutput, further: EngineCoreOutput) -> None:
         shape = (former.shape[0] + new.shape[0], *former.shape[1:])
         output.routed_experts = Array(former.dtype, shape, bytes(former.data) + bytes(new.data))
     output.num_nans_in_logits = max(output.num_nans_in_logits, further.num_nans_in_logits)
+    output.error = output.error or further.error
 
 
 def _charge(request: Request, start: int, end: int) -> None:
@@ -135,6 +144,12 @@ def _accept_token(
         if isinstance(error, InvalidRequestError):  # no engine can do it, and none is to blame
             output.error_kind, output.error_param = ErrorKind.REFUSED, error.param
         return output
+    num_nans = 0 if result.num_nans is None else result.num_nans[position]
+    if num_nans:  # whatever is sampled of them is no answer
+        request.finish_reason = FinishReason.ERROR
+        output = EngineCoreOutput(request_id, [], num_cached_tokens=cached, error=NO_NUMBERS)
+        output.num_nans_in_logits = num_nans
+        return output
     token = result.token_ids[position]
     request.token_ids.append(token)
     request.account.served += OUTPUT_WEIGHT
@@ -155,8 +170,6 @@ def _accept_token(
     if result.routed is not None:
         output.routed_experts = result.routed.get((request_id, end))
         request.num_routed = request.num_tokens - 1
-    if result.num_nans is not None:
-        output.num_nans_in_logits = result.num_nans[position]
     return output
 
 

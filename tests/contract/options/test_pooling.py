@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_kit.core import CLIENT, DUMMY, VOCABULARY, core_request, generate, make_core, run, step
-from engine_kit.pooling import hidden_states
+from engine_kit.pooling import hidden_states, runner_of
 from model_kit.checkpoints import MODULES, merged, random_tensors, save_adapter, save_model
 from torch import Tensor
 
@@ -80,6 +80,14 @@ def test_contract_C06_an_embedding_is_pooled_as_torch_would(core: EngineCore, le
     torch.testing.assert_close(pooled(core, prompt, normalize=False), expected)
     other = embedding(core, [1, *prompt[1:]])
     assert (expected - other).norm() > 0.01, "vectors that are all alike would prove nothing"
+
+
+def test_contract_C06_a_vector_without_numbers_is_an_error() -> None:
+    core = make_small_core()
+    next(runner_of(core).model.parameters()).fill_(torch.nan)
+    [[output]] = run(core, pooling_request("one", PROMPT[:CHUNK])).values()
+    assert (output.finish_reason, output.pooling_output) == (FinishReason.ERROR, None)
+    assert "NaN" in (output.error or "")
 
 
 def test_contract_C06_dimensions_are_cut_before_the_length_is_made_one(core: EngineCore) -> None:

@@ -5,14 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_kit.core import CLIENT, VOCABULARY, core_request, generate, make_core, run, step
+from engine_kit.core import (
+    CLIENT,
+    VOCABULARY,
+    core_request,
+    generate,
+    guess_always,
+    make_core,
+    run,
+    step,
+    tokens,
+)
 from engine_kit.pooling import runner_of
 
 from diptych_engine.control.core import EngineCore
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer
-from diptych_protocol import FinishReason, InvalidRequestError, SamplingParams
+from diptych_protocol import (
+    EngineCoreOutput,
+    FinishReason,
+    InvalidRequestError,
+    SamplingParams,
+    SpeculativeConfig,
+)
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -63,7 +79,30 @@ def test_contract_M04_an_output_tells_how_many_logits_are_no_numbers() -> None:
     assert [output.num_nans_in_logits for output in step(core)] == [0]
     blocks = core.scheduler.requests["broken"].block_ids
     runner_of(core).kv_cache[blocks] = float("nan")
-    assert [output.num_nans_in_logits for output in step(core)] == [VOCABULARY]
+    [output] = step(core)
+    assert output.num_nans_in_logits == VOCABULARY
+    assert (output.finish_reason, output.new_token_ids) == (FinishReason.ERROR, [])
+    assert "NaN" in (output.error or "")
+
+
+def test_what_is_computed_of_no_numbers_is_no_answer_and_spares_others() -> None:
+    core = make_core(speculative_config=SpeculativeConfig(num_speculative_tokens=2))
+    guess_always(core)
+    repeated = PROMPT * 4
+    plain = generate(core, repeated, max_tokens=20)
+    core.add(core_request("broken", repeated, max_tokens=40), CLIENT)
+    core.add(core_request("whole", [*reversed(PROMPT)], max_tokens=8), CLIENT)
+    made: dict[str, list[EngineCoreOutput]] = {"broken": [], "whole": []}
+    while core.has_work:
+        for output in step(core):
+            made[output.request_id].append(output)
+        if len(made["broken"]) == 1:
+            broken = core.scheduler.requests["broken"].block_ids
+            runner_of(core).kv_cache[broken] = float("nan")
+    assert made["broken"][-1].finish_reason is FinishReason.ERROR
+    assert "NaN" in (made["broken"][-1].error or "")
+    assert tokens(made["broken"]) == plain[: len(tokens(made["broken"]))]
+    assert made["whole"][-1].finish_reason is FinishReason.LENGTH
 
 
 # --- bad words ------------------------------------------------------------------------------------
