@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -110,6 +111,15 @@ def remove_unused(path: Path) -> None:
                 path.unlink()
         finally:
             os.close(descriptor)
+
+
+def clear(path: Path) -> None:
+    """Remove a file, or what lies in its place: a folder with all that is in it. Raises `OSError`
+    if that is impossible; nothing there is fine."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
 def is_private(found: os.stat_result) -> bool:

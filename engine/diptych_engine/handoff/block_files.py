@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from diptych_kernels.made_once import PART, is_private, try_lock
+from diptych_kernels.made_once import PART, clear, is_private, try_lock
 
 MAX_FOLDERS: Final = 64
 """Engines of one user on one machine that may keep blocks."""
@@ -44,6 +44,7 @@ class BlockFiles:
         folder, or others may write to it.
         """
         self._max_bytes, self._recipe = max_bytes, hashlib.sha256(recipe).hexdigest()[:32]
+        self._parent = parent
         self.folder, self._lock = take_folder(parent)
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """What is there, in the order of use."""
@@ -110,7 +111,19 @@ class BlockFiles:
         os.close(self._lock)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> int:
-        """Write a block whole or not at all; returns the bytes of its file. Raises `OSError`."""
+        """Write a block whole or not at all; returns the bytes of its file. A folder in its place
+        makes way, and one that is gone with all blocks is made anew. Raises `OSError`."""
+        try:
+            return self._write(name, parts)
+        except IsADirectoryError:
+            self.remove([name, f"{name}{PART}"])
+        except FileNotFoundError:
+            former = self._lock
+            self.folder, self._lock = take_folder(self._parent)
+            os.close(former)
+        return self._write(name, parts)
+
+    def _write(self, name: str, parts: Sequence[memoryview]) -> int:
         part = self.folder / f"{name}{PART}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | SAFELY
         content: list[memoryview | bytes] = [*parts, _seal(name, parts)]
@@ -152,7 +165,7 @@ class BlockFiles:
         """Remove files. One that cannot be removed is found at the next start."""
         for name in names:
             with contextlib.suppress(OSError):
-                (self.folder / name).unlink()
+                clear(self.folder / name)
 
 
 def _seal(name: str, parts: Sequence[memoryview]) -> bytes:
@@ -163,10 +176,12 @@ def _seal(name: str, parts: Sequence[memoryview]) -> bytes:
 
 
 def take_folder(parent: Path) -> tuple[Path, int]:
-    """Return the first folder below `parent` that no other engine has locked, and the lock. Raises
-    `OSError`."""
+    """Return the first folder below `parent` that no other engine has locked, and the lock. What is
+    no folder makes way. Raises `OSError`."""
     for number in range(MAX_FOLDERS):
         folder = parent / str(number)
+        if folder.is_symlink() or not folder.is_dir():
+            clear(folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         if not is_private(os.fstat(lock)):

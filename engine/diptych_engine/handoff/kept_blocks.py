@@ -14,10 +14,12 @@ whose checksums are right, and computes the rest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import mmap
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ from diptych_engine.execution.kv_memory import reserve
 from diptych_engine.handoff.block_files import take_folder
 from diptych_engine.scheduling.block_pool import BlockPool, Name
 from diptych_frontend.processors import usable_processors
-from diptych_kernels.made_once import is_private, try_lock
+from diptych_kernels.made_once import clear, is_private, try_lock
 
 RECORD: Final = struct.Struct("<Q16sII")
 ORDER: Final = struct.Struct("<Q")
@@ -81,7 +83,7 @@ class KeptFiles:
     def remove(self) -> None:
         """Remove the files. Their memory is free when this process has ended."""
         for path in self.folder.iterdir():
-            path.unlink()
+            clear(path)
 
     def close(self) -> None:
         """Leave the folder to the next core."""
@@ -207,6 +209,10 @@ class KeptBlocks:
 
 
 def _opened(path: Path) -> int:
+    """What is no file in its place, a folder or a FIFO, makes way for one. Raises `OSError`."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            clear(path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -174,7 +175,7 @@ def pipe(path: Path) -> None:
 
 
 def folder(path: Path) -> None:
-    path.unlink()
+    path.unlink(missing_ok=True)
     (path / "within").mkdir(parents=True)
 
 
@@ -358,11 +359,30 @@ def test_a_prefix_from_a_disk_that_hangs_is_computed_and_the_next_does_not_wait(
 def test_a_disk_that_fails_costs_nothing_but_the_tier(
     engine: Engine, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (cache / "0").rename(cache / "away")
+    cache.rename(cache.with_name("away"))
+    cache.touch()
     expected, _ = engine.answer()
     assert engine.answer() == (expected, 0)
     assert caplog.text.count("cannot be kept on disk") == 1, "said once, not for each block"
     assert engine.core.stats().disk_blocks_written == 0
+
+
+def test_a_folder_that_was_removed_is_made_anew(engine: Engine, cache: Path) -> None:
+    shutil.rmtree(cache / "0")
+    engine.answer()
+    assert len(blocks_in(cache)) == engine.core.stats().disk_blocks > 0
+
+
+def test_a_folder_in_the_place_of_a_file_or_its_part_makes_way(tmp_path: Path) -> None:
+    files, block = BlockFiles(tmp_path, ROOM, b"this"), [memoryview(bytes(range(64)))]
+    for number, ending in enumerate(("", PART)):
+        name = files.name(bytes([number]) * 16)
+        folder(files.folder / f"{name}{ending}")
+        files.write(name, block)
+        found = bytearray(64)
+        assert files.read(name, [memoryview(found)])
+        assert found == block[0]
+    files.close()
 
 
 def test_a_full_disk_is_said_once_and_leaves_no_parts_of_blocks(

@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.handoff.kept_blocks import ORDER, RECORD, KeptBlocks, KeptFiles
 from diptych_engine.scheduling.block_pool import BlockPool, Name
 from diptych_engine.serving import build_core
+from diptych_kernels.made_once import clear
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
 
 BLOCKS, BYTES, RANKS = 16, 96, 2
@@ -263,6 +264,28 @@ def test_files_that_are_too_short_cost_what_they_lack(tmp_path: Path, cut: str) 
     for name, block in life.remembered().items():
         assert life.content(block) == contents[name]
     life.kill()
+
+
+@pytest.mark.parametrize("place", ["seals", "memory-0", "memory-1", ""])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_makes_way_for_one(
+    tmp_path: Path, place: str, make: Callable[[Path], None]
+) -> None:
+    life = Life(tmp_path)
+    life.fill(NAMES[:4], random.Random(3))
+    life.kill()
+    path = life.files.folder / place
+    clear(path)
+    make(path)
+    life = Life(tmp_path)
+    assert not life.kept.adopted
+    life.fill(NAMES[:4], random.Random(3))
+    life.kill()
+    life = Life(tmp_path)
+    assert len(life.kept.adopted) == 4
+    (life.files.folder / "others").mkdir()
+    life.kept.close(failed=False)
+    assert not list(life.files.folder.iterdir())
 
 
 def test_another_recipe_or_geometry_finds_nothing_and_leaves_nothing(tmp_path: Path) -> None:
