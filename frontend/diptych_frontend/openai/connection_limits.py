@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _CONTINUE = b"HTTP/1.1 100 "
 """So begins what is no head of an answer: the client waits for it before it sends its body."""
+_CODING = b"transfer-encoding"
 MAX_HEADERS: Final = 128
 MAX_HEAD_BYTES: Final = 64 << 10
 """Limit, in bytes, of a request line with its headers."""
@@ -228,6 +229,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._fault = _head_too_large()
             raise self._fault  # makes the parser stop, and uvicorn call `send_400_response`
+        if len(name) == len(_CODING) and name.lower() == _CODING and value.lower() != b"chunked":
+            # The parser would pass on what is compressed as if it were the body.
+            self._fault = InvalidRequestError(
+                "of the transfer codings there is only 'chunked' here", status=501
+            )
+            raise self._fault
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
@@ -236,6 +243,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # it is read again
         self._in_head, self._head_since = False, math.inf
+        if self.parser.get_http_version() == "1.1" and b"host" not in dict(self.headers):
+            self._fault = InvalidRequestError("the header Host is missing", param="Host")
+            raise self._fault
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fault = InvalidRequestError(
                 f"more than {MAX_PIPELINED} requests were sent ahead; wait for their answers"

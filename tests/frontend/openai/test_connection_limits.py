@@ -67,6 +67,24 @@ async def test_headers_are_bounded_in_number_and_size(
         assert not answer or answer.startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (b"HTTP/1.1\r\n", b"400"),
+        (b"HTTP/1.0\r\n", b"200"),
+        (b"HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n", b"501"),
+        (b"HTTP/1.1\r\nHost: x\r\ntransfer-ENCODING: Chunked\r\n", b"200"),
+    ],
+    ids=["no host", "no host in HTTP/1.0", "compressed", "chunked"],
+)
+async def test_requests_that_others_may_read_otherwise_are_refused(
+    engine: Any, serve: Any, head: bytes, told: bytes
+) -> None:
+    async with serve(build_app(engine)) as url:
+        request = b"GET /version " + head + b"Connection: close\r\n\r\n0\r\n\r\n"
+        assert (await answer_to(url, request)).split(b" ")[1] == told
+
+
 async def test_headers_within_the_bounds_are_served(engine: Any, serve: Any) -> None:
     async with serve(build_app(engine)) as url, httpx.AsyncClient(timeout=PATIENCE_S) as client:
         headers = {f"x-{i}": "y" * 400 for i in range(100)}
