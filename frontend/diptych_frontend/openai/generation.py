@@ -221,7 +221,7 @@ class GenerationRoute(Generic[B, R]):
             if last_id:
                 raise not_kept()
             return job
-        asked = asked_for(job.prompts[0]["prompt_token_ids"], params)
+        asked = asked_for(job.prompts[0], job.options.get("lora_request"), params)
         if not last_id:
             ids, kept = EventIds.new(int(time.time()), exchange.request_id, asked), None
         else:

@@ -20,7 +20,14 @@ from typing import Final
 
 import msgspec
 
-from diptych_protocol import InvalidRequestError, KeptAnswer, RequestOutput, SamplingParams
+from diptych_protocol import (
+    InvalidRequestError,
+    KeptAnswer,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+)
 
 RESUMABLE_HEADER: Final = "x-diptych-resumable"
 """The header of a client that wants ids, on its first request and when it comes back."""
@@ -140,7 +147,13 @@ def not_kept() -> InvalidRequestError:
     )
 
 
-def asked_for(prompt_token_ids: Sequence[int], params: SamplingParams) -> bytes:
-    """Return what differs for different prompts and parameters."""
-    prompt = array("i", prompt_token_ids).tobytes()
-    return hashlib.blake2b(prompt + msgspec.msgpack.encode(params)).digest()
+def asked_for(prompt: TokensPrompt, adapter: LoRARequest | None, params: SamplingParams) -> bytes:
+    """Return what differs for different prompts, images, adapters and parameters."""
+    tokens = array("i", prompt["prompt_token_ids"]).tobytes()
+    more = [each.identifier for each in prompt.get("mm_features", ())]
+    if adapter is not None:
+        more.append(adapter.lora_name)
+    content = (
+        tokens + msgspec.msgpack.encode(params) + (msgspec.msgpack.encode(more) if more else b"")
+    )
+    return hashlib.blake2b(content).digest()

@@ -16,6 +16,7 @@ from streams_read import READ, as_read
 from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.openai.resumption import EventIds, asked_for, choose_kept
 from diptych_frontend.quotas.books import Books
 from diptych_frontend.quotas.limits import Limits
 from diptych_frontend.quotas.quotas import Quotas
@@ -26,8 +27,14 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    InvalidRequestError,
     KeptAnswer,
+    LoRARequest,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
     RouterConfig,
+    SamplingParams,
+    TokensPrompt,
 )
 from diptych_router.requests.pool_client import PoolClient
 
@@ -206,6 +213,33 @@ async def test_the_rest_is_billed_and_what_was_told_is_not(
             rest = as_read(await events_of(http, body, **key, **{"last-event-id": last_id}))
             assert rest.usage == usage, "the client is told of the whole answer"
             assert await used() == wanted
+
+
+def test_no_answer_goes_on_for_another_prompt_adapter_or_image() -> None:
+    def seen(name: str) -> MultiModalFeatureSpec:
+        return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(0, 1))
+
+    plain, params = TokensPrompt(prompt_token_ids=[1, 2, 3]), SamplingParams()
+    adapters = [None, LoRARequest("one", 1, "/one"), LoRARequest("other", 1, "/one")]
+    asked = [asked_for(plain, adapter, params) for adapter in adapters]
+    asked.append(asked_for(TokensPrompt(prompt_token_ids=[1, 2, 4]), None, params))
+    asked.append(asked_for(plain, None, SamplingParams(seed=1)))
+    for name in ("a", "b"):
+        prompt = TokensPrompt(prompt_token_ids=[1, 2, 3], mm_features=[seen(name)])
+        asked.append(asked_for(prompt, None, params))
+    ids = []
+    for each in asked:
+        answer = EventIds("f" * 32, 7, "r", each)
+        answer.saw([5])
+        ids.append(id_of(answer.marked(b"data: 1\n\n").decode())[0])
+    for one, its_id in zip(asked, ids, strict=True):
+        for other in asked:
+            if one == other:
+                choose_kept([KeptAnswer([5, 6])], its_id, other)
+                continue
+            with pytest.raises(InvalidRequestError, match="another request") as refused:
+                choose_kept([KeptAnswer([5, 6])], its_id, other)
+            assert refused.value.status == 409
 
 
 @pytest.mark.parametrize("path", ASKED)
