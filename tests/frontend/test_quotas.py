@@ -25,7 +25,7 @@ from diptych_frontend.quotas.books import Books, Wish, verified
 from diptych_frontend.quotas.ledger import Bill, Ledger
 from diptych_frontend.quotas.limits import NO_LIMITS, Limits, read_limits
 from diptych_frontend.quotas.quotas import Quotas
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 NOON = datetime(2026, 11, 28, 12, tzinfo=UTC).timestamp()
 DAY_S = 86_400
@@ -384,6 +384,18 @@ async def test_requests_at_once_stay_within_the_limit_and_streams_are_not_cut(
     for answer in answers:
         assert answer.is_success == answer.text.endswith("data: [DONE]\n\n")
     await server.quotas.close()
+
+
+async def test_what_is_granted_when_patience_is_just_over_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr("diptych_frontend.quotas.quotas.PATIENCE_S", 0.0)
+    own = Books(None)
+    quotas = Quotas(lambda: {"ann": Limits(token_budget=100)}, own)
+    with pytest.raises(EngineOverloadedError):
+        await quotas.reserve("ann", 100)
+    await eventually(lambda: quotas._posting is None and not quotas._ended)
+    assert not own.ledger.of("ann").held
 
 
 async def test_a_router_that_shares_no_folder_grants_its_part(tmp_path: Path, clock: Clock) -> None:

@@ -66,11 +66,12 @@ class Quotas(Collector):
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await asked.answer
-        except TimeoutError as exc:
-            raise EngineOverloadedError("the record of usage does not answer; retry later") from exc
-        except asyncio.CancelledError:
+        except (TimeoutError, asyncio.CancelledError) as exc:
             if not asked.answer.cancelled() and asked.answer.exception() is None:
                 self.settle(asked.answer.result().bill)  # granted just before
+            if isinstance(exc, TimeoutError):
+                late = "the record of usage does not answer; retry later"
+                raise EngineOverloadedError(late) from exc
             raise
 
     def settle(self, bill: Bill) -> None:
