@@ -182,6 +182,13 @@ class KVConnector:
         self._described = describe_engine(me, self.host, self.port, self._lease_seconds)
         self.proof = references.proof_of_engine(self._described)
         """The `proof` in announcements of this engine's leases."""
+        self.weights: Callable[[], str] = str
+        """Returns the name of the engine's weights; empty: those of the model's source. Engines
+        with different ones exchange no KV. Whoever may replace weights sets it."""
+
+    def _digest(self, token_ids: list[int], cache_salt: str | None) -> str:
+        weights = self.weights()
+        return digest_of(token_ids, f"{cache_salt or ''}\0{weights}" if weights else cache_salt)
 
     # --- lending ------------------------------------------------------------------------------
 
@@ -198,7 +205,7 @@ class KVConnector:
         Returns the lease's id: the given one, or a new one. No live lease may have the given id.
         """
         lease_id = lease_id or f"{self._random_bits(128):032x}"
-        name, digest = lease_id, digest_of(token_ids, cache_salt)
+        name, digest = lease_id, self._digest(token_ids, cache_salt)
         self._driver.tell(
             lambda hinge, now: hinge.leases.promise(name, request_id, num_blocks, digest, now)
         )
@@ -230,7 +237,7 @@ class KVConnector:
             lease_id=promised,
             block_ids=block_ids,
             num_tokens=len(token_ids),
-            digest=digest_of(token_ids, cache_salt),
+            digest=self._digest(token_ids, cache_salt),
             first_token_ids=first_token_ids,
         )
         return self._references.sign(lent, self._lease_seconds)
@@ -268,7 +275,7 @@ class KVConnector:
     def check(self, params: KVTransferParams, token_ids: list[int], cache_salt: str | None) -> None:
         """Raise as `prove` does, and also if the reference is for other tokens, has expired, or was
         taken already."""
-        self._references.check_use(params, digest_of(token_ids, cache_salt))
+        self._references.check_use(params, self._digest(token_ids, cache_salt))
 
     def prove(self, params: KVTransferParams) -> None:
         """Raise `UnprovenReferenceError` if a field was edited. Tokens are not compared."""
@@ -328,7 +335,7 @@ class KVConnector:
             self._references.check(params)
         lease = lease_of(params, self._lease_seconds)
         wanted = dict(zip(indices, local_block_ids, strict=True))
-        digest, tag = digest_of(token_ids, cache_salt), self._random_bits(60)
+        digest, tag = self._digest(token_ids, cache_salt), self._random_bits(60)
         num_tokens = len(token_ids) if num_blocks is None else num_blocks * self._block_size
         self._driver.tell(
             lambda hinge, now: hinge.loads.start(
@@ -355,10 +362,10 @@ class KVConnector:
         lease = lease_of(msgspec.structs.replace(params, lease_id=lease_id), self._lease_seconds)
         wanted = dict(zip(indices, local_block_ids, strict=True))
         count = len(prefix.names) if prefix.whole is None else prefix.whole
-        num_tokens = count * prefix.name_tokens
+        num_tokens, weights = count * prefix.name_tokens, self.weights()
         self._driver.tell(
             lambda hinge, now: hinge.loads.start(
-                request_id, lease, "", tag, wanted, num_tokens, now, prefix=prefix
+                request_id, lease, weights, tag, wanted, num_tokens, now, prefix=prefix
             )
         )
 

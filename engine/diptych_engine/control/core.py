@@ -126,6 +126,8 @@ class EngineCore:
         self._seconds_stepping = 0.0
         self.residency = Residency()
         self.weights = WeightUpdate()
+        if connector is not None:
+            connector.weights = lambda: self.weights.name
         self.kept = KeptAnswers()
         self.deferred = Deferred()
         """What waits for steps or for the hinge; `settle` it after each step."""

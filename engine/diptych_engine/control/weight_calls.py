@@ -73,7 +73,7 @@ class WeightCalls:
         update.require_open()
         try:
             self._require_rest()
-            self._core.runner.collective_rpc(
+            of_ranks = self._core.runner.collective_rpc(
                 "_put_weights",
                 (request.names, request.update_info, update.is_checkpoint_format),
                 {"arrays": request.arrays},
@@ -82,7 +82,7 @@ class WeightCalls:
             update.fail(str(exc), changed=not isinstance(exc, InvalidRequestError))
             log.warning("a weight update failed: %s", exc)
             raise
-        update.updated.update(request.names)
+        update.updated.update(zip(request.names, of_ranks[0], strict=True))
 
     def finish_weight_update(self) -> None:
         """Use the new weights. Results of the old ones are not used again.
@@ -100,12 +100,18 @@ class WeightCalls:
         log.info("%d tensors of the model were replaced", count)
 
     def reload_weights(self) -> None:
-        """Load the weights from the model's source again, even after a failed update.
+        """Load the weights from the model's source again, even after a failed update. If that
+        fails, so has an update: some may have been read.
 
         Raises `InvalidRequestError` unless generation is paused and nothing runs.
         """
         self._require_rest()
-        self._core.runner.collective_rpc("_reload_weights")
+        try:
+            self._core.runner.collective_rpc("_reload_weights")
+        except Exception as exc:
+            self._core.weights.fail(str(exc), changed=True)
+            log.warning("the weights were not read again: %s", exc)
+            raise
         self._core.weights.reset()
         self._forget()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -68,8 +69,9 @@ class WeightReceiver:
         update_info: dict[str, Any],
         is_checkpoint_format: bool,
         arrays: Sequence[Array],
-    ) -> None:
-        """Replace some tensors, with arrays or with what the trainer's group sends next.
+    ) -> list[int]:
+        """Replace some tensors, with arrays or with what the trainer's group sends next. Returns
+        the checksums of what came.
 
         What is packed stays so, if tiles of its kind can hold the new values.
 
@@ -94,13 +96,16 @@ class WeightReceiver:
             for name, dtype, shape in zip(names, headers.dtypes, headers.shapes, strict=True)
         ]
         owners = {each.linear.weight.untyped_storage(): each for each in self._packables}
+        sums = []
         for name, pieces, value in zip(names, places, stream, strict=True):
+            sums.append(crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().data))
             for piece in pieces:
                 slot = slots[piece.name]
                 fill(
                     slot, piece.of(value), name, reorder=is_checkpoint_format,
                     packable=owners.get(slot.target.untyped_storage()), bits=self._bits,
                 )  # fmt: skip
+        return sums
 
     def _slots(self, is_checkpoint_format: bool) -> Mapping[str, WeightSlot]:
         return self._model.slots if is_checkpoint_format else self._model.fused_slots

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from diptych_protocol import DiptychError, InvalidRequestError
 
@@ -32,8 +33,13 @@ class WeightUpdate:
     is_checkpoint_format: bool = True
     """Whether names and shapes are those of the published checkpoint, instead of those of the
     model's memory."""
-    updated: set[str] = field(default_factory=set)
-    """Names of the tensors that this update has replaced."""
+    updated: dict[str, int] = field(default_factory=dict)
+    """The tensors that this update has replaced, with the checksums of their values."""
+    replaced: dict[str, int] = field(default_factory=dict)
+    """Those that updates have replaced since the model's source was read."""
+    name: str = ""
+    """Names the weights by what was replaced; empty: those of the source. Engines with different
+    weights must not use each other's KV, as when one of them was started anew."""
     torn: bool = False
     """Whether some tensors are from a failed update."""
     failure: str = ""
@@ -61,7 +67,7 @@ class WeightUpdate:
             raise InvalidRequestError("a weight update is under way already", status=409)
         self.phase = Phase.OPEN
         self.is_checkpoint_format = is_checkpoint_format
-        self.updated = set()
+        self.updated = {}
 
     def require_open(self) -> None:
         """Raise `InvalidRequestError` outside an update."""
@@ -80,18 +86,21 @@ class WeightUpdate:
         """End the update. Raises `InvalidRequestError` if weights are torn and not all of them were
         replaced."""
         self.require_open()
-        missing = sorted(set(all_names) - self.updated)
+        missing = sorted(set(all_names) - self.updated.keys())
         if self.torn and missing:
             raise InvalidRequestError(
                 f"after an update that failed, all tensors must be replaced: {missing[0]} was not "
                 f"({len(missing)} in all)",
                 status=409,
             )
+        replaced = self.replaced | self.updated
         self.reset()
+        self.replaced = replaced
+        self.name = blake2b(repr(sorted(replaced.items())).encode(), digest_size=16).hexdigest()
 
     def reset(self) -> None:
-        """Record that the weights are whole again."""
+        """Record that the weights are those of the source."""
         self.phase = Phase.READY
-        self.updated = set()
+        self.updated, self.replaced, self.name = {}, {}, ""
         self.torn = False
         self.failure = ""

@@ -86,7 +86,9 @@ class References:
         """
         self.check(params)
         if not equal((params.tokens_digest or "").encode(), digest.encode()):
-            raise UnprovenReferenceError("the lease is for another prompt, adapter or salt")
+            raise UnprovenReferenceError(
+                "the lease is for another prompt, adapter or salt, or of other weights"
+            )
         if self.clock() > (params.expires_at or 0) + MAX_SKEW_S:
             raise UnprovenReferenceError(
                 "the reference has expired; prefill again, and have the engines' clocks agree"

@@ -132,6 +132,8 @@ class PrefixAsked:
     """The names of the prefix's blocks."""
     num_known: int
     """The number of blocks that the other engine has already; it needs at least one more."""
+    weights: str = ""
+    """The name of the other engine's weights: see `KVConnector.weights`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,8 @@ class Hello(Message, frozen=True):
 class Open(Message, frozen=True):
     lease_id: LeaseId
     digest: Name
-    """Digest of the tokens whose KV the reader expects; a lease for another prompt is refused."""
+    """Digest of the tokens whose KV the reader expects; a lease for another prompt is refused. Of
+    a prefix, the name of the reader's weights."""
     tag: Tag
     """Names the claim. It is the tag of the first run; each further run has the next higher tag."""
     runs: list[Run]

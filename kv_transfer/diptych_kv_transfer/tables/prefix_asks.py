@@ -22,7 +22,8 @@ class Ask:
     def to_engine(self) -> PrefixAsked:
         """The question for the engine."""
         message = self.message
-        return PrefixAsked(message.lease_id, message.names, min(first for first, _ in message.runs))
+        first = min(first for first, _ in message.runs)
+        return PrefixAsked(message.lease_id, message.names, first, message.digest)
 
 
 @dataclass(slots=True)

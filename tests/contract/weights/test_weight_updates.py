@@ -272,6 +272,23 @@ def test_contract_C26_torn_weights_can_be_had_from_the_source_again(
     assert generate(core, PROMPT, max_tokens=LENGTH) == expected[OLD]
 
 
+def test_contract_C26_a_source_that_is_read_in_part_is_not_used(
+    expected: list[list[int]], tmp_path: Path
+) -> None:
+    save_model(tmp_path, random_tensors(OLD))
+    core = make_core(str(tmp_path), block_size=4)
+    (tmp_path / "model.safetensors").unlink()  # what was mapped stays
+    save_model(tmp_path, {**random_tensors(NEW), "model.norm.weight": torch.ones(7)})
+    pause(core)
+    with pytest.raises(InvalidRequestError, match="shape"):
+        core.call("reload_weights", [])
+    with pytest.raises(InvalidRequestError, match="the last weight update failed"):
+        core.call("resume_generation", [])
+    save_model(tmp_path, random_tensors(OLD))
+    reload(core)
+    assert generate(core, PROMPT, max_tokens=LENGTH) == expected[OLD]
+
+
 def test_contract_C26_adapters_stay_on_the_new_weights(
     engine: MakeCore, folder: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,108 @@
+"""KV that was computed with other weights is never used: an engine that was started anew has its
+model's source, beside others that have a trainer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
+from engine_kit.core import tokens
+from engine_kit.handoff import (
+    Engine,
+    LocalRouter,
+    drive,
+    engines,
+    prompt_of,
+    request,
+    save_toy,
+)
+from engine_kit.pooling import runner_of
+
+from diptych_protocol import Array, KVTransferParams, WeightTransferUpdateRequest
+
+PROMPT = prompt_of(3, 38)
+ANSWER: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """A prefill engine, a decode engine, and one that serves as the measure."""
+    model = save_toy(tmp_path_factory.mktemp("toy") / "model")
+    with engines(model, p={}, d={}, alone={}) as made:
+        yield made
+
+
+def call(engine: Engine, method: str, *args: Any) -> None:
+    answer = engine.core.call(method, list(args))
+    while isinstance(answer, Future) and not answer.done():
+        engine.turn()
+
+
+def train(engine: Engine, factor: float = 1.5) -> None:
+    """Give an engine weights that its model's source does not have."""
+    own = dict(runner_of(engine.core).model.named_parameters())
+    new = {name: (tensor * factor).contiguous() for name, tensor in own.items()}
+    arrays = [Array("float32", tuple(t.shape), t.numpy().tobytes()) for t in new.values()]
+    call(engine, "pause_generation", "wait")
+    call(engine, "start_weight_update", False)
+    call(engine, "update_weights", WeightTransferUpdateRequest(list(new), arrays))
+    call(engine, "finish_weight_update")
+    call(engine, "resume_generation")
+
+
+def read_source(engine: Engine) -> None:
+    """Give an engine what a core that is started anew has."""
+    call(engine, "pause_generation", "wait")
+    call(engine, "reload_weights")
+    call(engine, "resume_generation")
+
+
+def answer(engine: Engine, prompt: list[int] = PROMPT, **fields: Any) -> list[int]:
+    engine.forget_prefixes()
+    return tokens(drive(engine, request(f"of {engine.name}", prompt, **{**ANSWER, **fields})))
+
+
+def routed(p: Engine, d: Engine) -> list[int]:
+    for engine in (p, d):
+        engine.forget_prefixes()
+    router = LocalRouter(None, prefill=[p], decode=[d])
+    [outputs] = router.run(request("q", PROMPT, **ANSWER))
+    return outputs[-1].outputs[0].token_ids
+
+
+def test_an_engine_with_other_weights_hands_nothing_over(pools: list[Engine]) -> None:
+    p, d, alone = pools
+    of_source = answer(alone)
+    train(p)
+    before = d.hinge.blocks_received
+    made = routed(p, d)
+    theirs = 2  # one of each attempt to hand over
+    own = answer(alone, [*PROMPT, *made[:theirs]], max_tokens=len(made) - theirs)
+    assert made[theirs:] == own
+    assert d.hinge.blocks_received == before
+    train(d)
+    train(alone)
+    trained = answer(alone)
+    assert trained != of_source
+    assert routed(p, d) == trained
+    assert d.hinge.blocks_received > before, "the same weights, by the same updates"
+    read_source(d)
+    read_source(p)
+    assert routed(p, d) == of_source
+
+
+def test_an_engine_with_other_weights_lends_no_prefix(pools: list[Engine]) -> None:
+    holder, taker, _ = pools
+    expected = answer(taker)
+    taker.forget_prefixes()
+    train(holder)
+    answer(holder)
+    [seat] = LocalRouter(None, decode=[holder]).fleet.of("decode")
+    assert seat.lends is not None
+    source: KVTransferParams = msgspec.structs.replace(seat.lends, remote_num_tokens=len(PROMPT))
+    message = msgspec.structs.replace(request("q", PROMPT, **ANSWER), prefix_source=source)
+    assert tokens(drive(taker, message, holder)) == expected
+    assert (taker.hinge.prefix_fetches, taker.hinge.prefix_fetches_completed) == (1, 0)
