@@ -6,8 +6,10 @@ The caller passes the time.
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from diptych_protocol import SchedulerStats
@@ -113,6 +115,62 @@ class Breaker:
 def back_off_s(times: int, first_s: float, longest_s: float) -> float:
     """Return how long to wait after so many failures in a row: each time twice as long."""
     return min(longest_s, first_s * 2.0 ** min(times - 1, 16))
+
+
+FIRST_CLOSED_S: Final = 60.0
+LONGEST_CLOSED_S: Final = 600.0
+TRIAL_S: Final = 300.0
+"""Longer than a hand-off may take."""
+
+
+@dataclass(slots=True)
+class _Way:
+    failures: int = 0
+    """Since a hand-off went well on it."""
+    times_closed: int = 0
+    closed_until: float = -math.inf
+    on_trial: bool = False
+
+
+class Ways:
+    """Ways from engine to engine on which hand-offs fail, though the engines are well: the network
+    between them is broken, or only one of them has a trainer's new weights.
+
+    Each failure costs a request a time-out. So after two in a row a way is closed, and others are
+    taken: the decode engine's own if there are none. When the time is up, one request tries it.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[str, str], _Way] = {}
+        """By the keys of sender and receiver; mostly there are none."""
+
+    def failed(self, sender: str, receiver: str, now: float) -> float:
+        """Record that a hand-off failed. Returns for how many seconds that closes the way."""
+        way = self.of.setdefault((sender, receiver), _Way())
+        way.failures += 1
+        if way.failures < 2 or (now < way.closed_until and not way.on_trial):
+            return 0.0
+        way.times_closed, way.on_trial = way.times_closed + 1, False
+        closed_s = back_off_s(way.times_closed, FIRST_CLOSED_S, LONGEST_CLOSED_S)
+        way.closed_until = now + closed_s
+        return closed_s
+
+    def worked(self, sender: str, receiver: str) -> None:
+        self.of.pop((sender, receiver), None)
+
+    def closed(self, sender: str, receiver: str, now: float) -> bool:
+        """Whether a request must not go there. It may if it is the first after the time."""
+        way = self.of.get((sender, receiver))
+        if way is None or not way.times_closed:
+            return False
+        if now < way.closed_until:
+            return True
+        way.on_trial, way.closed_until = True, now + TRIAL_S
+        return False
+
+    def forget(self, engine: str) -> None:
+        """An engine is gone, and whoever comes in its place is another."""
+        self.of = {way: state for way, state in self.of.items() if engine not in way}
 
 
 MOST_OUT: Final = 0.5

@@ -21,6 +21,7 @@ from diptych_protocol import (
     KVTransferParams,
 )
 from diptych_router.choosing.policy import FETCH, Decision, RequestView
+from diptych_router.engines.health_book import Ways
 from diptych_router.requests.placements import HeldRequests, Placements
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_record import Setback
@@ -72,6 +73,7 @@ class Attempts:
         self._records = placements.records
         self._promises = promises
         self._random_bits, self._first_token_s = random_bits, first_token_s
+        self.ways = Ways()
 
     # --- the beginning ------------------------------------------------------------------------
 
@@ -101,16 +103,31 @@ class Attempts:
         view = routed.view
         if decision is None:
             decision = self._fleet.choose(view, routed.avoided)
-            if decision is None and routed.suspects and routed.losses > 1:
-                # The way from one to the other may be broken; a decode engine needs none.
-                decision = self._fleet.choose(replace(view, disaggregate="never"), routed.full)
             if decision is None and routed.suspects:
                 decision = self._fleet.choose(view, routed.full)
+        if self.ways.of:
+            decision = self._by_open_ways(routed, decision, now)
         decode = self._fleet.get(decision.decode) if decision is not None else None
         if decision is None or decode is None:
             return self._hold(routed, now, before)
         prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
         return self._start(routed, view, decision, prefill, decode, now)
+
+    def _by_open_ways(
+        self, routed: RoutedRequest, decision: Decision | None, now: float
+    ) -> Decision | None:
+        """Leave out the prefill engines from which nothing gets to the engine that would decode. It
+        needs none."""
+        view, out = routed.view, set[str]()
+        while decision is not None and decision.prefill:
+            if not self.ways.closed(decision.prefill, decision.decode, now):
+                break
+            out.add(decision.prefill)
+            decision = self._fleet.choose(view, {*routed.avoided, *out})
+            decision = decision or self._fleet.choose(view, {*routed.full, *out})
+        if out and decision is None:
+            decision = self._fleet.choose(replace(view, disaggregate="never"), routed.full)
+        return decision
 
     def begin_crowded(self, now: float) -> list[Action]:
         """Begin requests whose tenant is next in turn."""
@@ -141,6 +158,7 @@ class Attempts:
             routed.account.served += routed.record.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
+        routed.lender = ""
         source = self._source_of(decision, prefill)
         self._fleet.placed(view, decision, now)
         facts = {
@@ -216,6 +234,7 @@ class Attempts:
             actions = _let_go(routed)
         else:
             actions = _unannounce(routed)
+        routed.lender = routed.engine
         self._placements.place(routed, taker, Stage.DECODE, now)
         routed.decode_engine = taker.key
         return [*actions, Add(taker.key, routed.decode_request())]
@@ -238,6 +257,18 @@ class Attempts:
             return planned
         successor = self._fleet.successor(str(fingerprint))
         return planned if successor is None and planned is not None and planned.up else successor
+
+    def way_failed(self, routed: RoutedRequest, now: float) -> None:
+        """Record that a hand-off failed. If its lender is gone, that is why."""
+        sender, receiver = self._fleet.get(routed.lender), self._fleet.get(routed.engine)
+        if sender is None or receiver is None or not sender.up or sender.withdrawn:
+            return
+        closed_s = self.ways.failed(sender.key, receiver.key, now)
+        if closed_s:
+            log.warning(
+                "hand-offs from %s to %s fail one after the other; none is tried for %d s",
+                *(sender.name, receiver.name, closed_s),
+            )
 
     def retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
         """Begin another attempt elsewhere, or end the request with an error."""

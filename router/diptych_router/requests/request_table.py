@@ -116,6 +116,7 @@ class RequestTable:
             random_bits=random_bits,
             first_token_s=first_token_s,
         )
+        self._ways = self._attempts.ways
         self._turns: list[_Turn] = []
         self.has_turns = False
         """Whether there was something for `take_turns` after the last `receive`."""
@@ -199,7 +200,10 @@ class RequestTable:
                 if not output.finished:
                     strays.append(output.request_id)
             elif output.finish_reason is None and output.kv_transfer_params is None:
+                unread = routed.lease
                 routed.absorb(output)  # most outputs are like this one
+                if unread is not None and routed.lease is None and self._ways.of:
+                    self._ways.worked(routed.lender, routed.engine)
                 if routed.suspects:
                     self._clear_up(routed)
                 if output.new_token_ids:
@@ -207,7 +211,7 @@ class RequestTable:
                     if routed.record.brought(output, now, self.predictions):
                         self.promises.saw_first(routed.record, now)
             elif output.finish_reason is FinishReason.ERROR:
-                actions += self._take_error(routed, output)
+                actions += self._take_error(routed, output, now)
             elif output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None:
                 # An engine that shuts down ends requests unasked.
                 why = f"engine {self._name_of(engine)} gave it up"
@@ -225,6 +229,8 @@ class RequestTable:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
         offered, unread = _offered(output), routed.lease
         again = routed.absorb(output)
+        if unread is not None and routed.lease is None and self._ways.of:
+            self._ways.worked(routed.lender, routed.engine)
         if routed.suspects:
             self._clear_up(routed)
         if routed.record.brought(output, now, self.predictions):
@@ -241,9 +247,13 @@ class RequestTable:
             return [*offered, *self._attempts.end(routed, why, now)]
         return offered
 
-    def _take_error(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:
+    def _take_error(
+        self, routed: RoutedRequest, output: EngineCoreOutput, now: float
+    ) -> list[Action]:
         """Take the word of the engine in charge that it failed."""
         setback = routed.setback_of(output.error_kind)
+        if setback is Setback.LOSS:
+            self._attempts.way_failed(routed, now)
         routed.wrong_field = output.error_param
         if setback is Setback.FULL:
             self._fleet.was_full(routed.engine)
@@ -289,6 +299,7 @@ class RequestTable:
         setback = self._setback_at(engine)
         actions: list[Action] = []
         lost = self._placements.at(engine)
+        self._ways.forget(engine)
         if lost and setback is Setback.LOSS:
             self._fleet.went_badly(engine, Failure.LOST)
         for routed in lost:

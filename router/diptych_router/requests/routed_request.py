@@ -101,6 +101,8 @@ class RoutedRequest:
     """Key of the engine chosen for its prompt; empty: the one that decodes."""
     decode_engine: str = ""
     """Key of the engine chosen to take over after prefill."""
+    lender: str = ""
+    """Key of the engine that lent its KV to the present one; empty: none did."""
     lease: dict[str, Any] | None = None
     """kv_transfer_params of a lease that no decode engine has read yet."""
     announced: Announcement | None = None
@@ -197,8 +199,8 @@ class RoutedRequest:
     def suspect(self) -> None:
         """Record that the present engine failed. Of a hand-off both sides are suspects."""
         self.suspects[self.engine] = self.stage
-        if self.stage is Stage.DECODE and self.lease is not None and self.prefill_engine:
-            self.suspects[self.prefill_engine] = self.stage
+        if self.stage is Stage.DECODE and self.lease is not None and self.lender:
+            self.suspects[self.lender] = self.stage
 
     def take_guilty(self) -> list[str]:
         """Return the suspects, because another engine has succeeded at what they failed at."""

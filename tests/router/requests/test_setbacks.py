@@ -12,6 +12,7 @@ from diptych_protocol import (
     InvalidRequestError,
 )
 from diptych_protocol.wire import ErrorKind
+from diptych_router.engines.health_book import FIRST_CLOSED_S
 from diptych_router.requests.attempts import LEAST_PATIENCE_S
 from diptych_router.requests.routed_request import MAX_LATE
 from diptych_router.requests.table_interface import (
@@ -266,6 +267,51 @@ def test_the_only_decode_engine_computes_the_prompt_when_two_hand_offs_to_it_hav
     world.say("d", world.answer(core_id, FinishReason.STOP))
     assert world.ended == {"r": "stop"}
     world.check_end()
+
+
+def test_a_way_on_which_nothing_gets_through_is_tried_by_one_request_at_a_time() -> None:
+    """Each would wait for two time-outs before its prompt is computed where it is decoded."""
+    world = World("p", "d")
+    world.submit("former")
+    prefilled(world, "former", "L0")
+    world.say("d", world.answer("former/2"))
+    world.submit("r")
+    for lease in ("L1", "L2"):
+        prefilled(world, lease=lease)
+        world.say("d", fails(world.placements()[-1][1]))
+        world.say("d", world.answer("former/2"))  # its KV came while the way was open
+    world.leave("r")
+    world.submit("next")
+    assert ("d", "next/1") in world.placements()
+    world.leave("next")
+    world.leave("former")
+    world.now = FIRST_CLOSED_S
+    world.submit("tries")
+    world.submit("meanwhile")
+    assert world.placements() == [("p", "tries/1"), ("d", "meanwhile/1")]
+    prefilled(world, "tries", "L3")
+    world.say("d", world.answer("tries/2"))
+    world.submit("after")
+    assert ("p", "after/1") in world.placements()
+    for name in ("tries", "meanwhile", "after"):
+        world.leave(name)
+    world.check_end()
+
+
+def test_requests_that_fail_together_close_a_way_once_and_a_new_engine_has_all_open() -> None:
+    world = World("p", "d")
+    for name in "abcdef":
+        world.submit(name)
+        prefilled(world, name, f"L{name}")
+    for _, core_id in world.placements():
+        world.say("d", fails(core_id))
+    ways = world.table._ways
+    assert ways.of["p", "d"].closed_until == FIRST_CLOSED_S
+    world.lose("p")
+    assert not ways.of
+    world.change("p", up=True)
+    world.submit("g")
+    assert ("p", "g/1") in world.placements()
 
 
 def test_a_refusal_of_the_request_is_nobodys_fault() -> None:
