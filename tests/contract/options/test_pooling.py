@@ -84,7 +84,7 @@ def test_contract_C06_an_embedding_is_pooled_as_torch_would(core: EngineCore, le
 
 def test_contract_C06_a_vector_without_numbers_is_an_error() -> None:
     core = make_small_core()
-    next(runner_of(core).model.parameters()).fill_(torch.nan)
+    next(runner_of(core).model.named_parameters())[1].fill_(torch.nan)
     [[output]] = run(core, pooling_request("one", PROMPT[:CHUNK])).values()
     assert (output.finish_reason, output.pooling_output) == (FinishReason.ERROR, None)
     assert "NaN" in (output.error or "")
