@@ -134,7 +134,7 @@ class _Way:
 
 class Ways:
     """Ways from engine to engine on which hand-offs fail, though the engines are well: the network
-    between them is broken, or only one of them has a trainer's new weights.
+    between them is broken.
 
     Each failure costs a request a time-out. So after two in a row a way is closed, and others are
     taken: the decode engine's own if there are none. When the time is up, one request tries it.

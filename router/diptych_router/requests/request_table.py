@@ -252,7 +252,7 @@ class RequestTable:
     ) -> list[Action]:
         """Take the word of the engine in charge that it failed."""
         setback = routed.setback_of(output.error_kind)
-        if setback is Setback.LOSS:
+        if setback is Setback.LOSS and output.error_param is None:
             self._attempts.way_failed(routed, now)
         routed.wrong_field = output.error_param
         if setback is Setback.FULL:
