@@ -169,6 +169,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """None while no revision is tried."""
     refused_certificate: str = ""
     """Why it goes on with a former certificate; empty if it uses the newest."""
+    expired_certificate: str = ""
+    """When the certificate in use ended, an RFC 3339 time; empty if it has not."""
     quiet_s: float | None = None
     """Seconds since the newest request came, however soon it ended; None if none is known."""
 

@@ -290,6 +290,9 @@ async def test_keys_and_certificate_are_followed_without_a_restart(
             assert answers("second")
             shutil.copy(CERTIFICATES / "second" / "tls.key", tls)
             await eventually(lambda: not reported().refused_certificate)
+            assert not reported().expired_certificate
+            shutil.copytree(CERTIFICATES / "expired", tls, dirs_exist_ok=True)
+            await eventually(lambda: reported().expired_certificate.startswith("2020-02-01"))
             assert process.poll() is None
     finally:
         process.kill()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +31,7 @@ class Certificate:
         self._mark: Mark | None = None
         self.complaint = ""
         """Why the pair that is there now is not the one in use; empty if it is."""
+        self._ends: datetime | None = None
         self.context = _new_context()
         try:
             self._load()
@@ -38,6 +41,13 @@ class Certificate:
                 f"(with its chain) and its key without a password: {exc}",
                 param="tls",
             ) from exc
+
+    @property
+    def expired(self) -> str:
+        """When the one in use ended, an RFC 3339 time; empty if it has not."""
+        if self._ends is None or self._ends > datetime.now(UTC):
+            return ""
+        return f"{self._ends:%Y-%m-%dT%H:%M:%SZ}"
 
     def refresh(self) -> bool:
         """Read the pair if it has changed; True if there is a new one.
@@ -70,6 +80,9 @@ class Certificate:
         _new_context().load_cert_chain(*pair, password=_no_password)
         self.context.load_cert_chain(*pair, password=_no_password)
         self._mark = seen  # not before: what has failed is tried again at the next look
+        with suppress(OSError, ValueError):
+            self._ends = None  # until it is told
+            self._ends = _last_moment(self.context, Path(pair[0]))
 
 
 class KnownCertificate:
@@ -111,6 +124,17 @@ def _trusting(file: Path) -> ssl.SSLContext:
     own, end, _ = read(file, MOST_BYTES).decode().partition(CERTIFICATE_END)
     context.load_verify_locations(cadata=own + end)
     return context
+
+
+def _last_moment(server: ssl.SSLContext, file: Path) -> datetime:
+    """Until when its certificate is good, as a client sees it that trusts it."""
+    ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = _trusting(file).wrap_bio(ours, theirs)
+    for end in (client, server.wrap_bio(theirs, ours, server_side=True), client):
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    shown = client.getpeercert() or {}
+    return datetime.fromtimestamp(ssl.cert_time_to_seconds(str(shown["notAfter"])), UTC)
 
 
 def _new_context() -> ssl.SSLContext:

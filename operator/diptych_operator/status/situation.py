@@ -72,7 +72,7 @@ class Situation:
 
     @property
     def unusable_secrets(self) -> Iterator[str]:
-        """What to tell of Secrets that routers can do nothing with."""
+        """What to tell of Secrets that are of no use."""
         keys, tls = self.service.spec.router.api_keys, self.service.spec.router.tls
         if keys is not None and any(router.admits_nobody for router in self.observed.routers):
             yield (
@@ -85,6 +85,12 @@ class Situation:
                 f'Routers cannot use the Secret "{tls.secret_name}" of spec.router.tls '
                 f"({shorten(min(words), MAX_WORDS)}). They keep the former certificate, but none "
                 "can start. Correct tls.crt and tls.key, a PEM certificate and its key."
+            )
+        ended = {router.expired_certificate for router in self.observed.routers} - {""}
+        if tls is not None and ended:
+            yield (
+                f'The certificate of the Secret "{tls.secret_name}" of spec.router.tls ended at '
+                f"{shorten(min(ended), MAX_WORDS)}, and clients refuse it. Renew it."
             )
 
     def wanted(self, role: str) -> int:

@@ -118,6 +118,7 @@ def router_report(
         admits_nobody=api_keys is not None and not api_keys.names,
         trial=None if pools.trial is None else pools.trial.report(),
         refused_certificate="" if certificate is None else certificate.complaint,
+        expired_certificate="" if certificate is None else certificate.expired,
         quiet_s=None if newest is None else time.monotonic() - newest.began_s,
     )
 

@@ -229,6 +229,15 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
         ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
         'Routers cannot use the Secret "cert" of spec.router.tls (other). They keep the former',
     ),
+    "a certificate that has ended": (
+        Case(
+            service=service(router='{"tls": {"secretName": "cert"}}'),
+            observed=given_pods(
+                *PODS, routers=(msgspec.structs.replace(ROUTERS[0], expired_certificate="noon"),)
+            ),
+        ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
+        'The certificate of the Secret "cert" of spec.router.tls ended at noon, and clients',
+    ),
     "a problem of no known name": (
         Case(observed=replace(WHOLE, problems=(Problem("Odd", "very"),))),
         ConditionType.DEGRADED, "True", Reason.OPERATOR_PROBLEM, "Odd: very",
