@@ -40,6 +40,7 @@ from diptych_operator.metrics import OperatorMetrics, serve_probes
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
 from diptych_operator.routes import Routes
+from diptych_operator.upgrades import Upgrades
 from diptych_protocol import DiptychError
 from diptych_protocol.threads import resolve_struct_types
 
@@ -113,7 +114,7 @@ class Leader:
             rivals = Rivals(self._kube, serves_cluster=not self._args.namespaces)
             reconciler = Reconciler(
                 self._kube, indexed, cluster, routers, self._metrics, images(args), rivals,
-                args.limits, most_upgrades=args.max_concurrent_rollouts,
+                args.limits, upgrades=Upgrades(args.max_concurrent_rollouts, args.rollout_windows),
             )  # fmt: skip
             routes = Routes(self._kube, indexed, cluster, images(args), rivals, args.limits)
 

@@ -12,6 +12,7 @@ import msgspec
 from diptych_operator.api.images import Images, PodDefaults
 from diptych_operator.api.limits import Allowed
 from diptych_operator.upgrades import MOST_UPGRADES
+from diptych_operator.windows import EXAMPLE, Window
 
 DESCRIPTION = "The operator: `python -m diptych_operator [--namespaces a,b]`."
 
@@ -78,6 +79,15 @@ def parser() -> argparse.ArgumentParser:
         default=MOST_UPGRADES,
         help="services that may roll at once because this operator renders them otherwise than the "
         "last one; 0 lets all wait",
+    )
+    found.add_argument(
+        "--rollout-window",
+        type=Window.read,
+        action="append",
+        default=[],
+        metavar=repr(EXAMPLE),
+        dest="rollout_windows",
+        help="when such rollouts may begin; may be repeated; left out, always",
     )
     found.add_argument(
         "--cluster-chooses-user",

@@ -72,7 +72,7 @@ from diptych_operator.status.progress import deadline_missed, lacks_room
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
 from diptych_operator.status.status import build_status, count, events_between
-from diptych_operator.upgrades import MOST_UPGRADES, NEXT, Place, Standing, Upgrades, rendering
+from diptych_operator.upgrades import NEXT, Place, Standing, Upgrades, rendering
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Reconciler:
         images: Images,
         rivals: Rivals,
         allowed: Allowed | None = None,
-        most_upgrades: int = MOST_UPGRADES,
+        upgrades: Upgrades | None = None,
     ) -> None:
         """If `allowed` is given, services may ask for no more than it permits."""
         self._kube = kube
@@ -126,7 +126,7 @@ class Reconciler:
         self._scalers = PoolScalers(kube, cluster)
         self._events = EventLog(kube)
         self._referents = Referents(kube)
-        self._upgrades = Upgrades(most_upgrades)
+        self._upgrades = upgrades or Upgrades()
         metrics.pending = self._upgrades.waiting
         self._parsed: dict[ServiceKey, tuple[Raw, InferenceService]] = {}
         self._scaling: dict[ServiceKey, Memory] = {}
@@ -212,7 +212,8 @@ class Reconciler:
         step = _decide(snapshot, desired, _rfc3339(self._kube.now))
         snapshot, standing = self._standing(key, snapshot, step)
         done = await self._act(snapshot, step, aim)
-        self._upgrades.places[key] = Place(standing, len(snapshot.pods), calm=not done.changed)
+        opens = self._upgrades.places.get(key, Place()).opens
+        self._upgrades.places[key] = Place(standing, len(snapshot.pods), not done.changed, opens)
         problems = (
             *snapshot.observed.problems,
             *done.problems,
@@ -223,9 +224,12 @@ class Reconciler:
         await self._report(service, observed, step, snapshot.target, desired, held=snapshot.held)
         if done.failure is not None:
             raise done.failure  # the queue tries again, with back-off
-        if snapshot.held and key in self._upgrades.waiting()[:NEXT]:
-            return AUTOSCALE_INTERVAL_S
         rest = REFUSAL_S if problems else _interval(snapshot, step)
+        if snapshot.held and key in self._upgrades.waiting()[:NEXT]:
+            if opens is None:
+                return AUTOSCALE_INTERVAL_S
+            until = max(0.0, (opens - self._kube.now).total_seconds())
+            rest = until if rest is None else min(rest, until)
         waits = any(pod.turned_away_at for pod in snapshot.observed.pods)
         return min(rest or TURNED_AWAY_S, TURNED_AWAY_S) if waits else rest
 
@@ -242,11 +246,15 @@ class Reconciler:
             return replace(snapshot, rendered=last)
         if snapshot.lacks_parts(last.revision):
             return replace(snapshot, rendered=new)  # only what is asked for now can be made anew
-        waited = self._upgrades.places.get(key, Place()).standing is Standing.Waits
-        if self._upgrades.take(key, len(snapshot.pods), self._watched.service_keys()):
+        before = self._upgrades.places.get(key, Place())
+        services = self._watched.service_keys()
+        if self._upgrades.take(key, len(snapshot.pods), services, self._kube.now):
             return replace(snapshot, rendered=new._replace(under_way=True))
-        if not waited:
-            await self._events.post(service, EventNote("Normal", UPGRADE_WAITS, _WAITS))
+        opens = self._upgrades.places[key].opens
+        if before.standing is not Standing.Waits or opens not in (None, before.opens):
+            words = "their turn" if opens is None else f"a rollout window, until {_rfc3339(opens)}"
+            note = EventNote("Normal", UPGRADE_WAITS, _WAITS.format(words))
+            await self._events.post(service, note)
         return replace(snapshot, target=last.revision, rendered=last, held=True)
 
     def _standing(
@@ -447,7 +455,7 @@ class Reconciler:
 
 
 _WAITS = (
-    "this operator would replace the pods, which wait for their turn; to have it now, set the "
+    "this operator would replace the pods, which wait for {}; to have it now, set the "
     f"annotation {UPGRADE_ANNOTATION} to a new value"
 )
 _READABLE_SPEC: dict[str, Any] = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}

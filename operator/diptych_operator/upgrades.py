@@ -8,8 +8,9 @@ their turn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Final, NamedTuple, Self
 
@@ -20,6 +21,7 @@ from diptych_operator.api.names import UPGRADE_ANNOTATION
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render import KeySets, Serving, fixed_counts, render_revision, render_shared
 from diptych_operator.render.once import Renderings
+from diptych_operator.windows import Window, opens
 
 MOST_UPGRADES: Final = 1
 """Services that roll at once because of an upgrade of the operator, unless told otherwise."""
@@ -99,6 +101,8 @@ class Place:
     pods: int = 0
     calm: bool = False
     """Its last pass changed no Deployment, and so saw all that was changed before."""
+    opens: datetime | None = None
+    """When the window begins that it waited for last; None: it waited for other services."""
 
 
 def queue(places: Mapping[ServiceKey, Place]) -> list[ServiceKey]:
@@ -118,15 +122,18 @@ def turns(places: Mapping[ServiceKey, Place], most: int) -> list[ServiceKey]:
 class Upgrades:
     """Gives turns. What it knows comes from the passes of this process."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: services that may roll at once; with 0 all wait."""
+    def __init__(self, most: int = MOST_UPGRADES, windows: Sequence[Window] = ()) -> None:
+        """`most`: services that may roll at once; with 0, and outside of `windows`, all wait."""
         self._most = most
+        self._windows = windows
         self.places: dict[ServiceKey, Place] = {}
 
     def waiting(self) -> list[ServiceKey]:
         return queue(self.places)
 
-    def take(self, key: ServiceKey, pods: int, known: Collection[ServiceKey]) -> bool:
+    def take(
+        self, key: ServiceKey, pods: int, known: Collection[ServiceKey], now: datetime
+    ) -> bool:
         """Whether a service may take what waits, now. A yes counts at once.
 
         `known`: all services. Before each has been looked at, another one may be rolling.
@@ -134,8 +141,10 @@ class Upgrades:
         before = self.places.get(key, Place())
         if before.standing is Standing.Rolls:
             return True  # the watch does not show yet what was begun
-        self.places[key] = Place(Standing.Waits, pods)
-        if not self.places.keys() >= set(known) or key not in turns(self.places, self._most):
+        closed_until = opens(self._windows, now)
+        self.places[key] = Place(Standing.Waits, pods, opens=closed_until)
+        most = self._most if closed_until is None else 0
+        if not self.places.keys() >= set(known) or key not in turns(self.places, most):
             return False
         self.places[key] = Place(Standing.Rolls, pods)
         return True

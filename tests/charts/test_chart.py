@@ -51,6 +51,7 @@ MONITORING = {
     name: {"enabled": True}
     for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
 }
+WINDOWS = ["Sat,Sun 01:00-05:00 Europe/Berlin", "Mon-Fri 22:00-24:00 UTC"]
 POD_DEFAULTS = {
     "imagePullSecrets": [{"name": "registry"}],
     "serviceAccountName": "models",
@@ -78,7 +79,7 @@ MATRIX: dict[str, dict[str, Any]] = {
             "router": {"tag": "next"},
         },
         "imagePullSecrets": [{"name": "registry"}],
-        "logLevel": "debug", "operator": {"maxConcurrentRollouts": 0},
+        "logLevel": "debug", "operator": {"maxConcurrentRollouts": 0, "rolloutWindows": WINDOWS},
         "podLabels": {"team": "ml"}, "podAnnotations": {"note": "yes"},
         "nodeSelector": {"pool": "system"},
         "tolerations": [{"key": "system", "operator": "Exists", "effect": "NoSchedule"}],
@@ -339,9 +340,8 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
 
 def test_the_operator_understands_its_arguments(helm: Helm, tmp_path: Path) -> None:
     """It gets as far as looking for a cluster; wrong arguments would end it with status 2."""
-    (container,) = pods(helm.render(MATRIX["namespaced"] | {"podDefaults": POD_DEFAULTS}))[0][
-        "containers"
-    ]
+    values = {"podDefaults": POD_DEFAULTS, "operator": {"rolloutWindows": WINDOWS}}
+    (container,) = pods(helm.render(MATRIX["namespaced"] | values))[0]["containers"]
     done = subprocess.run(
         [sys.executable, *container["command"][1:], *container["args"]],
         env={"PATH": os.environ["PATH"], "KUBECONFIG": str(tmp_path / "none")},
@@ -374,6 +374,8 @@ def test_what_is_set_arrives(helm: Helm) -> None:
     assert container["image"] == "example.org/mine/operator@sha256:" + "a" * 64
     assert container["resources"]["requests"] == {"cpu": 1, "memory": "128Mi"}
     assert container["args"][-2:] == ["--log-level=debug", "--log-level=warning"]
+    windows = [each for each in container["args"] if each.startswith("--rollout-window=")]
+    assert windows == [f"--rollout-window={each}" for each in WINDOWS]
     (told,) = [each for each in container["args"] if each.startswith("--pod-defaults=")]
     defaults = msgspec.json.decode(told.removeprefix("--pod-defaults="), type=PodDefaults)
     assert defaults == msgspec.convert(POD_DEFAULTS, PodDefaults) != PodDefaults()

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from cluster_kit.charts import CHART, Helm
 
+from diptych_operator.windows import PATTERN
+
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
@@ -59,6 +61,10 @@ def test_schema_and_defaults_know_the_same_values() -> None:
         ({"images": {"operator": {"digest": "sha256:1"}}}, ("digest", "pattern")),
         ({"images": {"pullPolicy": "Sometimes"}}, ("pullPolicy", "Always")),
         ({"operator": {"maxConcurrentRollouts": -1}}, ("maxConcurrentRollouts", "0")),
+        (
+            {"operator": {"rolloutWindows": ["Sat 01:00-05:00"]}},
+            ("rolloutWindows", "pattern"),
+        ),
         ({"logLevel": "loud"}, ("logLevel", "debug")),
         ({"resources": {"limits": {"memory": "much"}}}, ("memory", "pattern")),
         ({"podLabels": {"a": 1}}, ("podLabels", "string")),
@@ -79,6 +85,11 @@ def test_a_wrong_value_is_refused_by_name(
 ) -> None:
     refusal = helm.refusal(values)
     assert all(word in refusal for word in words), refusal
+
+
+def test_windows_are_refused_as_the_operator_refuses_them() -> None:
+    told = SCHEMA["properties"]["operator"]["properties"]["rolloutWindows"]["items"]
+    assert told == {"type": "string", "pattern": PATTERN}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from cluster_kit.reconciling import KEY, Object, Store, one_pass
 
@@ -10,6 +12,7 @@ from diptych.kubectl.cluster import ClusterError
 from diptych.kubectl.plan import ServicePlan, plan_service, plans
 from diptych_operator.api.images import Images
 from diptych_operator.kube.cluster import Cluster
+from diptych_operator.windows import DAYS
 
 NAMES = ("engine", "router")
 """The containers of both kinds of pods."""
@@ -75,6 +78,8 @@ async def test_a_spec_that_cannot_be_rendered_says_why() -> None:
 class Operated(Asked):
     """A cluster whose operator has these arguments, or none at all."""
 
+    store = Store()
+
     def __init__(self, **container: list[str]) -> None:
         self._found = [{"spec": {"template": {"spec": {"containers": [container]}}}}]
 
@@ -84,6 +89,9 @@ class Operated(Asked):
     def version(self) -> tuple[Object, list[str]]:
         return {"major": "1", "minor": "30"}, ["policy/v1"]
 
+    def children(self, *_: object) -> list[Object]:
+        return self.store.children(KEY)
+
 
 @pytest.mark.parametrize("words", [{}, {"args": ["--of-a-later-version=1"]}])
 def test_an_operator_may_have_other_arguments(words: dict[str, list[str]]) -> None:
@@ -91,9 +99,24 @@ def test_an_operator_may_have_other_arguments(words: dict[str, list[str]]) -> No
 
 
 @pytest.mark.parametrize(
-    "word", ['--limits={"ofALaterVersion": []}', "--max-concurrent-rollouts=many"]
+    "word",
+    [
+        '--limits={"ofALaterVersion": []}',
+        "--max-concurrent-rollouts=many",
+        "--rollout-window=Sat 01:00-05:00 Of/ALaterVersion",
+    ],
 )
 def test_an_operator_whose_arguments_mean_something_else_is_no_plan(word: str) -> None:
     with pytest.raises(ClusterError, match=f"{word[:8]}.*take the plugin of its version") as told:
         plans(Operated(args=[word]), [], "diptych-system")
     assert told.value.exit_code == 2
+
+
+async def test_what_an_upgrade_replaces_waits_for_a_window() -> None:
+    day = datetime.now(UTC).date() + timedelta(days=3)
+    window = f"--rollout-window={DAYS[day.weekday()]} 01:00-05:00 UTC"
+    cluster = Operated(args=["--engine-image=engine:new", window])
+    cluster.store = await made()
+    (found,) = plans(cluster, [cluster.store.service(KEY)], "diptych-system")
+    head = found.text.partition("\n")[0]
+    assert head == f"ns/svc: pods are replaced; by an upgrade not before {day}T01:00:00Z"

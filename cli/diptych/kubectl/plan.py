@@ -6,7 +6,8 @@ import argparse
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -22,6 +23,7 @@ from diptych_operator.render import Serving, fixed_counts, render_revision, rend
 from diptych_operator.revision import key_set, revision
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, label
 from diptych_operator.status.observed import Observed
+from diptych_operator.windows import opens
 
 LONG = 70
 """Longer values are not shown."""
@@ -51,6 +53,8 @@ class ServicePlan:
     replaces_pods: bool = False
     problem: str = ""
     """Why nothing can be rendered."""
+    not_before: datetime | None = None
+    """When the rollout window begins that replacements wait for, unless the user asked for them."""
 
     @property
     def pending(self) -> bool:
@@ -59,6 +63,8 @@ class ServicePlan:
     @property
     def text(self) -> str:
         said = "pods are replaced" if self.replaces_pods else "no pod is replaced"
+        if self.replaces_pods and self.not_before:
+            said += f"; by an upgrade not before {self.not_before:%Y-%m-%dT%H:%M:%SZ}"
         head = self.problem or (said if self.changes else "nothing")
         told = (change.text for change in self.changes)
         return "\n".join((f"{self.namespace}/{self.name}: {head}", *told))
@@ -69,10 +75,12 @@ def plans(cluster: Cluster, services: Sequence[Raw], operator_namespace: str) ->
     args = _understood(cluster.operator(operator_namespace))
     version, served = cluster.version()
     able = capabilities.read_cluster(version["major"], version["minor"], served, operator_namespace)
-    return [
+    found = (
         plan_service(raw, cluster.children(raw, able.policy_api), arguments.images(args), able)
         for raw in services
-    ]
+    )
+    not_before = opens(args.rollout_windows, datetime.now(UTC))
+    return [replace(each, not_before=not_before) for each in found]
 
 
 def _understood(words: list[str]) -> argparse.Namespace:

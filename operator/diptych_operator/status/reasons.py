@@ -268,7 +268,7 @@ class Reason(StrEnum):
     )  # fmt: skip
     UPGRADE_WAITS = (
         "UpgradeWaits", Group.EVENTS,
-        "An upgraded operator would replace the pods; they wait for their turn.",
+        "An upgraded operator would replace the pods; they wait for their turn, or a window.",
         "To have it now, set the annotation `diptych.dev/upgrade` anew.",
     )  # fmt: skip
     RECOVERED = "Recovered", Group.EVENTS, "What wanted attention does no more."

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
 import pytest
+from aiohttp import web
 from cluster_kit.reconciling import KEY, Object, Store, serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +19,13 @@ from diptych_operator.api.names import RENDERED_ANNOTATION, UPGRADE_ANNOTATION
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
-from diptych_operator.reconcile import Reconciler
+from diptych_operator.reconcile import REST_INTERVAL_S, Reconciler
 from diptych_operator.routers import Routers
 from diptych_operator.upgrades import Place, Rendered, Standing, Upgrades, turns
+from diptych_operator.windows import Window
 
+NOW = datetime(2026, 12, 4, 12, tzinfo=UTC)
+"""A Friday, noon."""
 OLD, NEW = (Images(engine=f"engine:{tag}", router=f"router:{tag}") for tag in ("old", "new"))
 keys = st.tuples(st.just("ns"), st.text("abc", min_size=1, max_size=3))
 fleets = st.dictionaries(
@@ -51,7 +60,7 @@ def test_whoever_asks_first_all_upgrade_in_order_of_size(
     while len(done) < len(sizes):
         waiting = [key for key in sizes if upgrades.places.get(key) != Place()]
         for key in data.draw(st.permutations(waiting)):
-            upgrades.take(key, sizes[key], sizes)
+            upgrades.take(key, sizes[key], sizes, NOW)
         rolling = [k for k, place in upgrades.places.items() if place.standing is Standing.Rolls]
         assert len(rolling) <= most
         if rolling:
@@ -65,9 +74,22 @@ def test_whoever_asks_first_all_upgrade_in_order_of_size(
 def test_nobody_begins_before_all_have_been_looked_at() -> None:
     upgrades = Upgrades(1)
     small, large = ("ns", "small"), ("ns", "large")
-    assert not upgrades.take(large, 9, {small, large})
+    assert not upgrades.take(large, 9, {small, large}, NOW)
     upgrades.places[small] = Place()
-    assert upgrades.take(large, 9, {small, large})
+    assert upgrades.take(large, 9, {small, large}, NOW)
+
+
+def test_outside_of_its_windows_nobody_begins_and_who_has_begun_goes_on() -> None:
+    upgrades = Upgrades(9, [Window.read("Fri 12:00-13:00 UTC")])
+    early, late = ("ns", "early"), ("ns", "late")
+    both = {early, late}
+    assert not upgrades.take(early, 1, {early}, NOW - timedelta(seconds=1))
+    assert upgrades.places[early].opens == NOW
+    assert upgrades.take(early, 1, {early}, NOW)
+    after = NOW + timedelta(hours=1)
+    assert upgrades.take(early, 1, both, after)
+    assert not upgrades.take(late, 1, both, after)
+    assert upgrades.places[late].opens == NOW + timedelta(days=7)
 
 
 @pytest.mark.parametrize("under_way", [True, False])
@@ -83,24 +105,35 @@ def test_what_is_noted_is_read_back(under_way: bool) -> None:
 class Life:
     """An operator with default images of its own, from its start to its end."""
 
-    def __init__(self, store: Store, images: Images, most: int) -> None:
-        self.store, self.images, self.most = store, images, most
+    def __init__(self, store: Store, images: Images, most: int, *windows: str) -> None:
+        self.store, self.images = store, images
+        self.upgrades = Upgrades(most, [Window.read(each) for each in windows])
         self.metrics = OperatorMetrics()
 
-    async def passes(self, number: int = 1) -> None:
-        async with serving(self.store) as kube, Routers() as routers:
-            reconciler = Reconciler(
-                kube,
+    @asynccontextmanager
+    async def begun(self) -> AsyncIterator[Reconciler]:
+        async with serving(self.store) as self.kube, Routers() as routers:
+            yield Reconciler(
+                self.kube,
                 self.store,  # type: ignore[arg-type]
                 Cluster(),
                 routers,
                 self.metrics,
                 self.images,
-                Rivals(kube, serves_cluster=False),
-                most_upgrades=self.most,
+                Rivals(self.kube, serves_cluster=False),
+                upgrades=self.upgrades,
             )
+
+    async def passes(self, number: int = 1) -> None:
+        async with self.begun() as reconciler:
             for _ in range(number):
                 await reconciler.reconcile(KEY)
+
+    async def until(self, time: datetime) -> None:
+        """Let time pass at the API server, which tells it in its answers."""
+        assert isinstance(self.store, Clocked)
+        self.store.time = time
+        await self.kube.exists("v1", "ConfigMap", "ns", "none")
 
     @property
     def pending(self) -> bool:
@@ -189,16 +222,8 @@ async def test_an_upgrade_ends_with_the_old_pods() -> None:
     for _ in range(2):
         await Life(store, OLD, 1).passes()
         store.settle()
-    async with serving(store) as kube, Routers() as routers:
-        reconciler = Reconciler(
-            kube,
-            store,  # type: ignore[arg-type]
-            Cluster(),
-            routers,
-            OperatorMetrics(),
-            NEW,
-            Rivals(kube, serves_cluster=False),
-        )
+    life = Life(store, NEW, 1)
+    async with life.begun() as reconciler:
         for _ in range(10):
             await reconciler.reconcile(KEY)
             assert note(store).under_way == (len(store.deployments()) > 3)
@@ -206,7 +231,7 @@ async def test_an_upgrade_ends_with_the_old_pods() -> None:
                 break
             store.settle()
         assert not note(store).under_way
-        assert reconciler._upgrades.places[KEY].standing is Standing.Settled
+        assert life.upgrades.places[KEY].standing is Standing.Settled
 
 
 async def test_the_word_of_the_user_takes_what_is_pending(store: Store) -> None:
@@ -222,6 +247,96 @@ async def test_a_held_pool_can_be_stopped(store: Store) -> None:
     store.spec["suspend"] = True
     await Life(store, NEW, 0).passes()
     assert {deployment["spec"]["replicas"] for deployment in store.deployments()} == {0}
+
+
+class Clocked(Store):
+    """It says what time it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.generation = NOW, 1
+
+    async def answer(self, request: web.Request) -> web.Response:
+        found = await super().answer(request)
+        found.headers["Date"] = format_datetime(self.time, usegmt=True)
+        return found
+
+    def service(self, key: tuple[str, str]) -> Object:
+        found = super().service(key)
+        return found | {"metadata": found["metadata"] | {"generation": self.generation}}
+
+    def told(self) -> list[str]:
+        """What was said of waits."""
+        events = [each for each in self.objects.values() if each["kind"] == "Event"]
+        return [each["message"] for each in events if each["reason"] == "UpgradeWaits"]
+
+
+@pytest.fixture
+async def clocked() -> Clocked:
+    """A service that rests, on a Friday at noon."""
+    store = Clocked()
+    store.spec = {"transfer": {"verify": "Off"}}
+    for _ in range(2):
+        await Life(store, OLD, 1).passes()
+        store.settle()
+    return store
+
+
+NIGHTS = "Sat,Sun 01:00-05:00 UTC"
+
+
+async def test_an_upgrade_waits_for_a_window_says_until_when_and_looks_again_then(
+    clocked: Clocked,
+) -> None:
+    life = Life(clocked, NEW, 1, NIGHTS)
+    async with life.begun() as operator:
+        for _ in range(3):
+            assert await operator.reconcile(KEY) == REST_INTERVAL_S, "a look as at rest"
+        assert images(clocked) == {"engine:old", "router:old"}
+        assert life.pending
+        (told,) = clocked.told()
+        assert "wait for a rollout window, until 2026-12-05T01:00:00Z" in told
+        await life.until(datetime(2026, 12, 5, 0, 59, 30, tzinfo=UTC))
+        again = await operator.reconcile(KEY)
+        assert again is not None
+        assert again <= 30
+        await life.until(datetime(2026, 12, 5, 1, tzinfo=UTC))
+        await operator.reconcile(KEY)
+        assert {"engine:new", "router:new"} <= images(clocked)
+        assert not life.pending
+        assert len(clocked.told()) == 1
+
+
+async def test_an_upgrade_that_has_begun_goes_on_when_its_window_ends(clocked: Clocked) -> None:
+    clocked.time = datetime(2026, 12, 5, 4, 59, 50, tzinfo=UTC)
+    await Life(clocked, NEW, 1, NIGHTS).passes()
+    assert note(clocked).under_way
+    clocked.time += timedelta(seconds=20)
+    for _ in range(10):  # each by an operator that has just started
+        clocked.settle()
+        await Life(clocked, NEW, 1, NIGHTS).passes(2)
+    assert images(clocked) == {"engine:new", "router:new"}
+    assert not note(clocked).under_way
+
+
+async def test_each_window_that_ends_without_a_turn_is_told(clocked: Clocked) -> None:
+    life = Life(clocked, NEW, 0, NIGHTS)
+    async with life.begun() as operator:
+        for hour in (0, 3, 6, 7):
+            await life.until(datetime(2026, 12, 5, hour, tzinfo=UTC))
+            await operator.reconcile(KEY)
+    assert [words.partition("until ")[2][:20] for words in clocked.told()] == [
+        "2026-12-05T01:00:00Z", "2026-12-06T01:00:00Z",
+    ]  # fmt: skip
+
+
+async def test_what_the_user_changes_waits_for_no_window(clocked: Clocked) -> None:
+    await Life(clocked, NEW, 1, NIGHTS).passes()
+    assert images(clocked) == {"engine:old", "router:old"}
+    clocked.generation += 1
+    await Life(clocked, NEW, 1, NIGHTS).passes()
+    assert {"engine:new", "router:new"} <= images(clocked)
+    assert not note(clocked).under_way
 
 
 def note(store: Store) -> Rendered:
