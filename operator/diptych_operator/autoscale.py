@@ -89,13 +89,15 @@ def autoscale(
     *,
     block_size: int,
     unreachable_routers: int = 0,
+    rolls: bool = False,
 ) -> Scaling:
     """Return the pods of both pools now. A pool without autoscaling keeps its `replicas`.
 
     `prefill`: None if the engines of decode compute prompts too. `wanted`: the current target size
     of the service. `ready`: ready pods by the kubelet, of all revisions; if no router lists one of
     them, it is out of reach, and its pool does not shrink. `now`: seconds of a clock that does not
-    jump back. `block_size`: tokens in a KV block.
+    jump back. `block_size`: tokens in a KV block. `rolls`: another revision has pods beside the
+    newest. It would not come back from sleep, even if the newest has failed.
     """
     engines = merged(reports)
     pools = [pool for pool in (prefill, decode) if pool is not None]
@@ -108,7 +110,7 @@ def autoscale(
     all_in_view = in_view.prefill >= ready.prefill and in_view.decode >= ready.decode
     # Pods that load have something to do, and it may take longer than any patience.
     serves = ready.decode and (ready.prefill or prefill is None)
-    idle = in_reach and all_in_view and serves and not _busy(reports, engines)
+    idle = in_reach and all_in_view and serves and not (rolls or _busy(reports, engines))
     quiet = min((each.quiet_s for each in reports if each.quiet_s is not None), default=math.inf)
     known_busy_at = now if memory.busy_at is None else max(memory.busy_at, now - quiet)
     busy_at = known_busy_at if idle else now

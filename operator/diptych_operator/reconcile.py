@@ -82,6 +82,8 @@ BUSY_INTERVAL_S = 2.0
 AUTOSCALE_INTERVAL_S = 5.0
 REST_INTERVAL_S = 120.0
 """At rest, only routers are polled, to learn whether the hand-off still works."""
+SECRETS_INTERVAL_S = 30.0
+"""The same where routers read Secrets of the user's, of whose changes only they tell."""
 
 
 @dataclass(slots=True)
@@ -366,17 +368,18 @@ class Reconciler:
         if service.spec.suspend or not any(pool.autoscaling for pool in service.pools.values()):
             self._scaling.pop(key, None)
             return fixed_counts(service)
-        ready = [snapshot.observed.ready(name) for name in snapshot.observed.revisions()]
+        observed, revisions = snapshot.observed, snapshot.observed.revisions()
         scaling = autoscale(
             service.spec.prefill,
             service.spec.decode,
             aim,
-            sum(ready, NOTHING),
-            snapshot.observed.routers,
+            sum(map(observed.ready, revisions), NOTHING),
+            observed.routers,
             self._scaling.get(key, Memory()),
             time.monotonic(),
             block_size=service.spec.engine.block_size,
-            unreachable_routers=snapshot.observed.unreachable_routers,
+            unreachable_routers=observed.unreachable_routers,
+            rolls=any(observed.wanted(name) for name in revisions if name != snapshot.target),
         )
         self._scaling[key] = scaling.memory
         if scaling.desired != aim:
@@ -439,7 +442,7 @@ class Reconciler:
         step = Step({}, (), Phase.Failed, problem.message, ())
         observed = Observed(problems=(problem,))
         await self._report(service, observed, step, revision(service), fixed_counts(service))
-        return REST_INTERVAL_S
+        return REFUSAL_S
 
     async def _report_unusable(self, raw: Raw, error: SpecError) -> None:
         """Say what is wrong with a spec that cannot even be read; pods that run are left alone,
@@ -543,7 +546,10 @@ def _interval(snapshot: ServiceSnapshot, step: Step) -> float | None:
         return BUSY_INTERVAL_S
     scalings = (pool.autoscaling for pool in service.pools.values())
     by_load = any(scaling is not None and scaling.by == "Operator" for scaling in scalings)
-    return AUTOSCALE_INTERVAL_S if by_load and not snapshot.asleep else REST_INTERVAL_S
+    if by_load and not snapshot.asleep:
+        return AUTOSCALE_INTERVAL_S
+    router = service.spec.router
+    return SECRETS_INTERVAL_S if router.api_keys or router.tls else REST_INTERVAL_S
 
 
 def _rfc3339(now: datetime) -> str:

@@ -48,6 +48,7 @@ def scale(
     memory: Memory = WHOLE_PATIENCE,
     now: float = 1000.0,
     unreachable: int = 0,
+    rolls: bool = False,
 ) -> Scaling:
     return autoscale(
         prefill,
@@ -59,6 +60,7 @@ def scale(
         now,
         block_size=16,
         unreachable_routers=unreachable,
+        rolls=rolls,
     )
 
 
@@ -261,6 +263,14 @@ def test_requests_that_begin_and_end_between_two_looks_keep_both_awake() -> None
 def test_a_ready_engine_that_no_router_lists_keeps_both_awake() -> None:
     lost = router(*pool("prefill", 1), engine_report("decode", 0, listed=False))
     assert sleepy(Counts(1, 1), lost, memory=WHOLE_PATIENCE, now=1e6).desired == Counts(1, 1)
+
+
+def test_a_service_does_not_fall_asleep_while_another_revision_has_pods() -> None:
+    quiet = router(*pool("prefill", 1), *pool("decode", 1))
+    awake = scale(
+        Counts(1, 1), quiet, prefill=SLEEPY_PREFILL, decode=SLEEPY_DECODE, rolls=True, now=1e6
+    )
+    assert (awake.desired, awake.memory.busy_at) == (Counts(1, 1), 1e6)
 
 
 @pytest.mark.parametrize("ready", [NOTHING, Counts(1, 0), Counts(0, 1)])

@@ -5,7 +5,7 @@ On the import path of the tests (pytest's `pythonpath`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ from diptych_operator.kube.rivals import Rivals
 from diptych_operator.kube.watch import trimmed
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
-from diptych_operator.routers import Routers
+from diptych_operator.routers import Polled, Routers
+from diptych_protocol.admin import RouterReport
 
 Object = dict[str, Any]
 KEY = ("ns", "svc")
@@ -46,6 +47,8 @@ class Store:
         """It takes no status, and answers this HTTP status and message."""
         self.refuses_owners_of = ""
         """The kind, in the plural, of which it takes no patch that gives an object an owner."""
+        self.reports: Sequence[RouterReport] | None = None
+        """What its routers say; None: they are asked at their ports."""
         self._version = 0
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -164,10 +167,23 @@ async def serving(store: Store) -> AsyncIterator[Kube]:
         await runner.cleanup()
 
 
+class StoresRouters(Routers):
+    """Routers that say what the store says."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    async def poll(self, addresses: Iterable[str], tokens: Sequence[str]) -> Polled:
+        if self._store.reports is None:
+            return await super().poll(addresses, tokens)
+        return Polled(tuple(self._store.reports), 0)
+
+
 @asynccontextmanager
 async def operating(store: Store, allowed: Allowed | None = None) -> AsyncIterator[Reconciler]:
     """An operator that has just started and remembers nothing."""
-    async with serving(store) as kube, Routers() as routers:
+    async with serving(store) as kube, StoresRouters(store) as routers:
         rivals = Rivals(kube, serves_cluster=store.serves_cluster)
         yield Reconciler(
             kube,
