@@ -100,6 +100,8 @@ def rollout_status(
         return RolloutStatus(str(step.phase), message, now, counted.text(), trial)
     failed = step.phase is Phase.Failed
     closer = counted.closer_than(best, failed=failed) or trial != previous.canary
+    if previous.phase == Phase.Failed and not (failed or closer):  # a changed spec tries again
+        return RolloutStatus(str(step.phase), message, now, counted.text(), trial)
     at = now if closer else previous.last_progress_at
     counts = counted.best_of(best, failed=failed)
     return RolloutStatus(str(step.phase), message, at, counts.text(), trial)
@@ -119,7 +121,8 @@ def deadline_missed(
 
     False for a status of another revision: this one has only just been requested. While old pods
     drain, their time to drain is added. Where pods find no node, `whenFull` may say that it has
-    failed at once, or never; a changed spec tries again. `counted` is the present count: the
+    failed at once, or never. What has failed is tried again with a changed spec: a podTemplate or
+    resources may be what it lacked, and they make no revision. `counted` is the present count: the
     rollout may have advanced while no operator watched. `now` is an RFC 3339 time.
     """
     best = Progress.parse(rollout.progress)
@@ -130,11 +133,11 @@ def deadline_missed(
         return False
     if "since" in rollout.canary or "failed" in rollout.canary:
         return False  # a canary lasts as long as its steps, and fails by what requests show
-    if lacks_room(rollout, counted):
-        changed = service.status.observed_generation != service.metadata.generation
-        when_full = service.spec.rollout.when_full
-        if when_full != "ReplaceInPlace" or (failed and changed):
-            return when_full == "Fail" and not (failed and changed)
+    if failed and service.status.observed_generation != service.metadata.generation:
+        return False
+    when_full = service.spec.rollout.when_full
+    if when_full != "ReplaceInPlace" and lacks_room(rollout, counted):
+        return when_full == "Fail"
     allowed = service.spec.rollout.progress_deadline_seconds
     if best.draining:
         allowed += service.spec.availability.drain_seconds

@@ -568,7 +568,7 @@ STUCK = f"{NEW} prefill=1 decode=0 verified=0 old=2 draining=0"
 )  # fmt: skip
 def test_the_deadline(status: RolloutStatus, now: str, missed: bool) -> None:
     seen = Progress(NEW, Counts(1, 0), verified=False, old=2, draining=1)
-    assert deadline_missed(status, service(), seen, now) is missed
+    assert deadline_missed(status, full("ReplaceInPlace"), seen, now) is missed
 
 
 def test_what_came_closer_while_no_operator_looked_missed_no_deadline() -> None:
@@ -609,6 +609,15 @@ def test_whether_pods_that_find_no_node_fail_a_rollout(
 ) -> None:
     seen = Progress(NEW, Counts(1, 0), verified=False, old=2, draining=1, waiting=waiting)
     assert deadline_missed(status, full(when_full), seen, now) is missed
+
+
+def test_a_changed_spec_tries_again_for_a_whole_deadline_though_the_revision_is_the_same() -> None:
+    seen = Progress(NEW, Counts(0, 0), verified=False, old=2, draining=0)
+    failed, spec = rollout(STUCK, "Failed"), full("ReplaceInPlace", changed=True)
+    assert not deadline_missed(failed, spec, seen, T2)
+    begun = rollout_status(phase(Phase.Progressing), seen, failed, T2)
+    assert (begun.last_progress_at, begun.progress) == (T2, seen.text())
+    assert not deadline_missed(begun, full("ReplaceInPlace"), seen, T2)
 
 
 @pytest.mark.parametrize("when_full", ["ReplaceInPlace", "Wait", "Fail"])
