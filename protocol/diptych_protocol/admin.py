@@ -130,7 +130,8 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     weight: int
     """Percent of new requests."""
     requests: int = 0
-    """Those whose first token came, or that failed before it, or were given up when it was late."""
+    """Those whose first token came, or that failed before it, or were given up when it was late;
+    and those that ended well without a token, because they asked for none."""
     failed: int = 0
     late: int = 0
     """Those whose first token came later than promised (`slo.ttftMs`)."""
@@ -140,6 +141,8 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     """Those of them whose tokens came slower than promised (`slo.interTokenMs`)."""
     handed_over: int = 0
     """Those of them that were continued by an engine which received the prompt's KV."""
+    open: int = 0
+    """Those of `requests` whose answers go on, and may yet fail or be slow."""
 
 
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from diptych_operator.api.service import Canary
 from diptych_operator.counts import Counts
 from diptych_operator.plan.state import RolloutView, at_least, less, most
-from diptych_operator.plan.trial import Trial, lacks_requests
+from diptych_operator.plan.trial import Trial, all_follow, lacks_requests
 
 
 def pods(counts: Counts) -> str:
@@ -120,7 +120,7 @@ def on_trial(view: RolloutView, canary: Canary, trial: Trial) -> str:
     number, seen = len(canary.steps), view.evidence
     place = f"step {trial.step + 1} of {number}"
     said = f"{trial.revision} gets {trial.weight} % of new requests ({place})"
-    if not trial.since:
+    if not (trial.since and all_follow(trial, seen)):
         return f"{said}, waiting for every router to follow"
     step = canary.steps[trial.step]
     if missing := lacks_requests(canary, trial, seen):

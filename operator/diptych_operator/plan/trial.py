@@ -88,9 +88,10 @@ def advance(canary: Canary, trial: Trial, evidence: Evidence, problem: str) -> T
     step = canary.steps[trial.step]
     if trial.weight != step.weight:
         return Trial(trial.revision, trial.step, step.weight)  # it begins, or the spec has changed
+    if not all_follow(trial, evidence):  # also later: what one does not tell may be the worst
+        return trial
     if not trial.since:
-        told = [_is_of(trial, report) for report in evidence.reports]
-        return msgspec.structs.replace(trial, since=evidence.now if told and all(told) else "")
+        return msgspec.structs.replace(trial, since=evidence.now)
     if evidence.held_s < step.pause_seconds or lacks_requests(canary, trial, evidence):
         return trial
     passed = trial.step + 1
@@ -98,14 +99,21 @@ def advance(canary: Canary, trial: Trial, evidence: Evidence, problem: str) -> T
     return Trial(trial.revision, passed, more)
 
 
+def all_follow(trial: Trial, evidence: Evidence) -> bool:
+    """Whether every router tells that it gives the canary its present weight."""
+    return bool(evidence.reports) and all(_is_of(trial, each) for each in evidence.reports)
+
+
 def has_passed(canary: Canary, trial: Trial) -> bool:
     return not trial.failed and trial.step >= len(canary.steps)
 
 
 def lacks_requests(canary: Canary, trial: Trial, evidence: Evidence) -> int:
-    """How many requests are missing before the step can be judged; with weight 0, none."""
+    """How many requests have to end before the step can be judged; with weight 0, none. An answer
+    that goes on may yet fail, or turn out slow."""
     wanted = canary.analysis.min_requests if trial.weight else 0
-    return max(0, wanted - _total(trial, evidence.reports).requests)
+    seen = _total(trial, evidence.reports)
+    return max(0, wanted - seen.requests + seen.open)
 
 
 def _is_of(trial: Trial, report: TrialReport | None) -> bool:
@@ -116,7 +124,7 @@ def _is_of(trial: Trial, report: TrialReport | None) -> bool:
 def _total(trial: Trial, reports: Sequence[TrialReport | None]) -> TrialReport:
     """What all routers together saw in this step."""
     those = [report for report in reports if report is not None and _is_of(trial, report)]
-    names = ("requests", "failed", "late", "ended", "slow", "handed_over")
+    names = ("requests", "failed", "late", "ended", "slow", "handed_over", "open")
     sums = {name: sum(max(0, getattr(report, name)) for report in those) for name in names}
     return TrialReport(revision=trial.revision, weight=trial.weight, **sums)
 

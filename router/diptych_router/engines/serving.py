@@ -64,8 +64,9 @@ class RevisionShare:
                 asked = "canary"
         return (self.revision,) if asked == "canary" else self._others
 
-    def report(self) -> TrialReport:
-        return TrialReport(revision=self.revision, weight=self.weight, **self.counts)
+    def report(self, num_open: int) -> TrialReport:
+        counts = self.counts
+        return TrialReport(revision=self.revision, weight=self.weight, open=num_open, **counts)
 
 
 class ServingFile:

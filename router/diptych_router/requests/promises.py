@@ -164,6 +164,8 @@ class Promises:
 
     def saw_end(self, record: RequestRecord, now: float) -> None:
         """Record that the last token of a request was delivered, or the last that anybody wants."""
+        if record.trial is not None and record.first_token_s is None:
+            record.trial.counts["requests"] += 1  # a pooled prompt has no token
         self._saw_gaps(record, now, record.tokens.total - 1)
 
     def saw_leave(self, record: RequestRecord, now: float) -> None:

@@ -310,8 +310,9 @@ class RequestRecord:
 
     def went_wrong(self, *, ended: bool) -> None:
         """Count an engine's failure against the revision on trial, if it is one of that. ended: the
-        request has failed with it."""
-        if self.trial is not None:
+        request has failed with it. What no engine was given, because there was none or its tenant
+        has too much there, says nothing of a revision."""
+        if self.trial is not None and self.num_attempts:
             self.trial.counts["failed"] += 1
             self.trial.counts["requests"] += ended and self.first_token_s is None
 

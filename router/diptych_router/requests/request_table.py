@@ -163,6 +163,11 @@ class RequestTable:
             record.revisions = trial.draw((request.trace_headers or {}).get(REVISION_HEADER))
         record.trial = trial if record.revisions == (trial.revision,) else None
 
+    def num_answering_for(self, trial: RevisionShare) -> int:
+        """How many requests that it counts have their first token and are not over."""
+        records = (routed.record for routed in self.requests.values())
+        return sum(each.trial is trial and each.first_token_s is not None for each in records)
+
     def withdraw(
         self, request_ids: Iterable[str], now: float, outcome: str = "abort"
     ) -> Sequence[Action]:

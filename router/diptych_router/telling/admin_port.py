@@ -102,7 +102,7 @@ def router_report(
 ) -> RouterReport:
     """Return the present state, with the last statistics of engines."""
     reason = client.why_not_ready()
-    pools = client.pools
+    pools, trial = client.pools, client.pools.trial
     newest = next(iter(client.table.records), None)
     return RouterReport(
         ready=not reason,
@@ -116,7 +116,7 @@ def router_report(
         promises=_told(client.table.promises.counts),
         recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
         admits_nobody=api_keys is not None and not api_keys.names,
-        trial=None if pools.trial is None else pools.trial.report(),
+        trial=None if trial is None else trial.report(client.table.num_answering_for(trial)),
         refused_certificate="" if certificate is None else certificate.complaint,
         expired_certificate="" if certificate is None else certificate.expired,
         quiet_s=None if newest is None else time.monotonic() - newest.began_s,

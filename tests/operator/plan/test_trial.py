@@ -59,8 +59,9 @@ def test_a_canary_fails_by_what_its_requests_show(
         ({"held_s": 60.0, "reports": GOOD}, 1),
         ({"held_s": 59.0, "reports": GOOD}, 0),
         ({"held_s": 600.0, "reports": {"requests": 19}}, 0),
+        ({"held_s": 600.0, "reports": {"requests": 25, "open": 6}}, 0),
     ],
-    ids=["over", "it lasts", "too few requests"],
+    ids=["over", "it lasts", "too few requests", "their answers go on"],
 )
 def test_a_step_ends_when_it_has_lasted_and_enough_is_known(
     evidence: dict[str, object], step: int
@@ -70,6 +71,12 @@ def test_a_step_ends_when_it_has_lasted_and_enough_is_known(
     held_s: float = evidence["held_s"]  # type: ignore[assignment]
     after = advance(CANARY, trial, Evidence(held_s=held_s, reports=seen(trial, **counts)), "")
     assert (after.step, after.weight) == (step, STEPS[step])
+
+
+def test_a_step_does_not_end_while_a_router_tells_nothing_of_it() -> None:
+    trial = Trial("b", weight=10, since=NOON)
+    for reports, step in (([*seen(trial, **GOOD), None], 0), (seen(trial, **GOOD) * 2, 1)):
+        assert advance(CANARY, trial, Evidence(held_s=600, reports=reports), "").step == step
 
 
 def test_kv_that_does_not_arrive_fails_it_and_so_does_the_loss_of_a_pool() -> None:

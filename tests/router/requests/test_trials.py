@@ -33,6 +33,17 @@ def test_a_failed_attempt_counts_and_the_next_one_stays_in_the_revision() -> Non
     world.check_end()
 
 
+def test_what_waits_for_its_turn_in_vain_is_not_the_canarys_failure() -> None:
+    world = tried(100)
+    assert world.trial is not None
+    for engine in ("p", "d"):
+        world.lose(engine)
+    world.submit("r")
+    world.carry_out(world.table.tick(world.now + 60))
+    assert world.ended == {"r": "failed"}
+    assert not +world.trial.counts
+
+
 def test_a_canary_that_clients_do_not_wait_for_is_late_and_slow() -> None:
     world = tried(100)
     assert world.trial is not None
@@ -43,6 +54,31 @@ def test_a_canary_that_clients_do_not_wait_for_is_late_and_slow() -> None:
     world.table.withdraw(["early"], world.now + 0.5)
     world.table.withdraw(["late", "slow"], world.now + 1.5)
     assert +world.trial.counts == {"requests": 2, "late": 1, "ended": 1, "slow": 1}
+
+
+def test_answers_that_go_on_are_not_judged_yet() -> None:
+    world = tried(100)
+    assert world.trial is not None
+    for name in ("over", "breaks"):
+        world.submit(name)
+        world.say("p", world.answer(f"{name}/1", FinishReason.LENGTH, lease=name))
+        world.say("d", world.answer(f"{name}/2"))
+    other = RevisionShare(Serving(["a", "b"], canary="b", weight=50))
+    open_of = world.table.num_answering_for
+    assert (open_of(world.trial), open_of(other)) == (2, 0)
+    world.say("d", world.answer("over/2", FinishReason.STOP))
+    assert open_of(world.trial) == 1
+    world.say("d", EngineCoreOutput("breaks/2", [], finish_reason=FinishReason.ERROR))
+    world.leave("breaks")
+    assert open_of(world.trial) == 0
+
+
+def test_a_pooled_prompt_counts_when_it_ends_well() -> None:
+    world = tried(100)
+    assert world.trial is not None
+    world.submit("r")
+    world.say("p", EngineCoreOutput("r/1", [], finish_reason=FinishReason.STOP))
+    assert +world.trial.counts == {"requests": 1}
 
 
 def test_what_goes_to_the_stable_revision_is_not_counted() -> None:
