@@ -176,6 +176,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """When the certificate in use ended, an RFC 3339 time; empty if it has not."""
     quiet_s: float | None = None
     """Seconds since the newest request came, however soon it ended; None if none is known."""
+    left_out_keys: list[str] = []
+    """What is wrong with entries of the API keys that are none."""
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,7 +71,8 @@ def test_a_key_that_stands_twice_has_the_smaller_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line", ["tokensPerDay: 5", "tokensPerMinute", "tokensPerMinute: many", "tokenBudget: 0",
-             "tokenBudget: 1\ntokenBudget: 2", "tokenBudget: \u0661"],
+             "tokenBudget: 1\ntokenBudget: 2", "tokenBudget: \u0661",
+             "sk-of-bob", "sk-of-bob\nsk-of-bob"],
 )  # fmt: skip
 def test_a_key_whose_limits_cannot_be_read_lets_nobody_in(
     tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture
@@ -80,6 +81,7 @@ def test_a_key_whose_limits_cannot_be_read_lets_nobody_in(
     keys = ApiKeys(tmp_path)
     assert (keys.names, keys.limits()) == ([], {})
     assert "'alice' is left out: its limits" in caplog.text
+    assert "sk-of-bob" not in caplog.text + keys.left_out[0], "they may be keys"
 
 
 def test_routers_that_count_alone_have_equal_parts() -> None:

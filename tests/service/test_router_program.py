@@ -282,8 +282,10 @@ async def test_keys_and_certificate_are_followed_without_a_restart(
             assert not answers("first")
             assert chat(http, "new") == 400, "connections that are open stay"
             assert not reported().admits_nobody
-            (keys / "alice-2").unlink()
+            assert not reported().left_out_keys
+            (keys / "alice-2").write_text("two words")
             await eventually(lambda: reported().admits_nobody)
+            assert "'alice-2' is left out" in reported().left_out_keys[0]
             assert not reported().refused_certificate
             shutil.copy(CERTIFICATES / "first" / "tls.key", tls)
             await eventually(lambda: "mismatch" in reported().refused_certificate)

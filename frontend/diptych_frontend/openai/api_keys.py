@@ -52,6 +52,8 @@ class ApiKeys:
         """By the digest of the key."""
         self._limits: dict[str, Limits] = {}
         """By name."""
+        self.left_out: list[str] = []
+        """What is wrong with entries that are no keys, for people."""
         self.refresh()
 
     @property
@@ -76,6 +78,7 @@ class ApiKeys:
         except (FileNotFoundError, NotADirectoryError, TooManyFilesError) as exc:
             self._complain(f"cannot read the API keys: {exc}; nobody is let in")
             changed, self._mark, self._names = self._mark is not None, None, {}
+            self.left_out = [str(exc)]
             return changed
         except OSError as exc:  # of this process: its descriptors, for example, have run out
             self._complain(f"cannot look at the API keys: {exc}; they stay what they were")
@@ -115,32 +118,34 @@ class ApiKeys:
         names: dict[bytes, str] = {}
         limits: dict[str, Limits] = {}
         unread: list[str] = []
+        self.left_out = wrong = []
         for name in files:
             try:
                 content = read(self._directory / name, MAX_KEY_BYTES).strip()
                 key, _, lines = content.partition(b"\n")
                 key, own = key.strip(), read_limits(lines.strip())
             except InvalidRequestError as exc:
-                log.warning("the API key %r is left out: its limits: %s", name[:253], exc)
+                wrong.append(f"the API key {name[:253]!r} is left out: its limits: {exc}")
                 continue
             except OSError as exc:
                 if exc.errno is None:  # it is no key
-                    log.warning("an API key is left out: %s", exc)
+                    wrong.append(f"an API key is left out: {exc}")
                 else:
                     unread.append(name)
                 continue
             if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
-                log.warning(
-                    "the API key %r is left out: its name must be letters, digits, '-', '_' and "
-                    "'.', the key's line visible ASCII characters",
-                    name[:253],
+                wrong.append(
+                    f"the API key {name[:253]!r} is left out: its name must be letters, digits, "
+                    "'-', '_' and '.', the key's line visible ASCII characters"
                 )
                 continue
             first = names.setdefault(self._digest(key), name)
             if first != name:
-                log.warning("the API keys %s and %s are equal; it counts as %s", first, name, first)
+                wrong.append(f"the API keys {first} and {name} are equal; it counts as {first}")
             if own != NO_LIMITS:
                 limits[first] = own.and_of(limits.get(first, NO_LIMITS))
+        for words in wrong:
+            log.warning("%s", words)
         return names, limits, unread
 
     def _digest(self, key: bytes) -> bytes:

@@ -34,16 +34,18 @@ NO_LIMITS = Limits()
 
 
 def read_limits(lines: bytes) -> Limits:
-    """Read lines such as `tokensPerMinute: 100000`. Raises `InvalidRequestError`."""
+    """Read lines such as `tokensPerMinute: 100000`. Raises `InvalidRequestError`, which quotes
+    nothing: the lines may be another key, and the words go into logs and a status."""
     fields: dict[str, str] = {}
     try:
         for line in lines.decode("ascii").split("\n"):
             name, _, number = (part.strip() for part in line.partition(":"))
             if name in fields:
-                raise InvalidRequestError(f"{name} stands there twice")
+                raise ValueError
             fields[name] = number
         if lines:
             return msgspec.convert(fields, Limits, strict=False)
-    except UNREADABLE as exc:
-        raise InvalidRequestError(str(exc)) from exc
+    except (ValueError, *UNREADABLE):
+        names = ", ".join(Limits.__struct_encode_fields__)
+        raise InvalidRequestError(f"each line is to be one of {names}, and its number") from None
     return NO_LIMITS

@@ -72,6 +72,8 @@ def _available(seen: Situation) -> Verdict:
     if not _router_answers(seen):
         message = f"No router is ready. {_state(seen, 'router')}"
         return Verdict("False", Reason.ROUTER_NOT_READY, message)
+    if seen.keyless and all(report.admits_nobody for report in seen.observed.routers):
+        return Verdict("False", Reason.CONTAINER_CONFIG_ERROR, seen.keyless)
     pools = "both pools" if len(seen.observed.pools(trusted[0])) == 2 else "the pool"
     message = f"A router and {pools} of revision {trusted[0]} are ready."
     return Verdict("True", Reason.SERVING, message)

@@ -24,9 +24,9 @@ class ConditionType(StrEnum):
     AVAILABLE = (
         "Available",
         (
-            "Requests are answered: a router is ready, and a prefill and a decode pod of one "
-            "revision that serves; with `transfer.verify: Required` a canary has crossed between "
-            "them."
+            "Requests are answered: a router is ready and lets clients in, and a prefill and a "
+            "decode pod of one revision that serves; with `transfer.verify: Required` a canary has "
+            "crossed between them."
         ),
     )
     PROGRESSING = "Progressing", "The service is starting, or a change of it is rolling out."

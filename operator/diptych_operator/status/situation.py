@@ -71,13 +71,27 @@ class Situation:
         return [f"{shorten(text, MAX_WORDS)} {remedy}" for text in sorted(refused)]
 
     @property
+    def keyless(self) -> str:
+        """What to tell where a router knows no key by which it could let anybody in."""
+        keys = self.service.spec.router.api_keys
+        if keys is None or not any(router.admits_nobody for router in self.observed.routers):
+            return ""
+        return (
+            f'The Secret "{keys.secret_name}" of spec.router.apiKeys has no entry that routers '
+            "take as a key, so they refuse everybody. Add one: a line of visible ASCII."
+        )
+
+    @property
     def unusable_secrets(self) -> Iterator[str]:
         """What to tell of Secrets that are of no use."""
         keys, tls = self.service.spec.router.api_keys, self.service.spec.router.tls
-        if keys is not None and any(router.admits_nobody for router in self.observed.routers):
+        if self.keyless:
+            yield self.keyless
+        wrong = {text for router in self.observed.routers for text in router.left_out_keys}
+        if keys is not None and wrong:
             yield (
-                f'The Secret "{keys.secret_name}" of spec.router.apiKeys has no entry that can be '
-                "a key, so routers refuse everybody. Add one: a line of visible ASCII."
+                f'In the Secret "{keys.secret_name}" of spec.router.apiKeys, '
+                f"{shorten('; '.join(sorted(wrong)), MAX_WORDS)}. Correct or remove what is named."
             )
         words = {router.refused_certificate for router in self.observed.routers} - {""}
         if tls is not None and words:

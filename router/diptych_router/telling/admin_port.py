@@ -120,6 +120,7 @@ def router_report(
         refused_certificate="" if certificate is None else certificate.complaint,
         expired_certificate="" if certificate is None else certificate.expired,
         quiet_s=None if newest is None else time.monotonic() - newest.began_s,
+        left_out_keys=[] if api_keys is None else api_keys.left_out,
     )
 
 

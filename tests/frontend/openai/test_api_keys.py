@@ -195,12 +195,14 @@ def test_what_is_no_key_is_left_out(folder: Path, name: str, content: bytes) -> 
     keys = ApiKeys(folder)
     assert keys.names == ["alice", "bob"]
     assert keys.name_of(content) is None
+    assert len(keys.left_out) == (name != ".hidden"), "and it is told"
 
 
 def test_one_key_under_two_names_counts_as_the_first(folder: Path) -> None:
     (folder / "carol").write_text("sesame")
     keys = ApiKeys(folder)
     assert keys.name_of(b"sesame") == "alice"
+    assert keys.left_out == ["the API keys alice and carol are equal; it counts as alice"]
 
 
 def test_the_number_of_keys_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,6 +214,10 @@ def test_the_number_of_keys_is_bounded(tmp_path: Path, caplog: pytest.LogCapture
     assert keys.refresh()
     assert keys.names == [], "rather nobody than not everybody"
     assert f"more than {MAX_KEYS} files" in caplog.text
+    assert keys.left_out[0].endswith(f"more than {MAX_KEYS} files")
+    (tmp_path / "client-x").unlink()
+    assert keys.refresh()
+    assert not keys.left_out
 
 
 @contextlib.contextmanager

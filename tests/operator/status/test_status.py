@@ -55,6 +55,10 @@ REFUSING = router(
     ],
 )
 TURNED = msgspec.structs.replace(engine("d0"), role="prefill", home="decode")
+KEYLESS = Case(
+    service=service(router='{"apiKeys": {"secretName": "clients"}}'),
+    observed=given_pods(*PODS, routers=(msgspec.structs.replace(ROUTERS[0], admits_nobody=True),)),
+)
 CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
     "available": (
         Case(), ConditionType.AVAILABLE, "True", Reason.SERVING,
@@ -212,13 +216,12 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
         ConditionType.DEGRADED, "True", Reason.KEYS_LOST, "ask: `a -b`. it is x's.",
     ),
     "a Secret without an API key": (
-        Case(
-            service=service(router='{"apiKeys": {"secretName": "clients"}}'),
-            observed=given_pods(
-                *PODS, routers=(msgspec.structs.replace(ROUTERS[0], admits_nobody=True),)
-            ),
-        ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
-        'The Secret "clients" of spec.router.apiKeys has no entry that can be a key',
+        KEYLESS, ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
+        'The Secret "clients" of spec.router.apiKeys has no entry that routers take as a key',
+    ),
+    "nobody is let in": (
+        KEYLESS, ConditionType.AVAILABLE, "False", Reason.CONTAINER_CONFIG_ERROR,
+        "so they refuse everybody. Add one: a line of visible ASCII.",
     ),
     "a certificate that routers cannot use": (
         Case(
@@ -228,6 +231,15 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
             ),
         ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
         'Routers cannot use the Secret "cert" of spec.router.tls (other). They keep the former',
+    ),
+    "an API key that is none": (
+        Case(
+            service=service(router='{"apiKeys": {"secretName": "clients"}}'),
+            observed=given_pods(
+                *PODS, routers=(msgspec.structs.replace(ROUTERS[0], left_out_keys=["bob is out"]),)
+            ),
+        ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
+        'In the Secret "clients" of spec.router.apiKeys, bob is out. Correct or remove',
     ),
     "a certificate that has ended": (
         Case(
