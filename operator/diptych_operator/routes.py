@@ -24,8 +24,9 @@ from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.watch import Indexed
 from diptych_operator.referents import Referents
 from diptych_operator.render.route import Served, route_objects
-from diptych_operator.status.diagnose import diagnose
-from diptych_operator.status.observed import foreign, observe, pod_view
+from diptych_operator.status.conditions import MAX_PART
+from diptych_operator.status.diagnose import diagnose, shorten
+from diptych_operator.status.observed import Observed, foreign, observe
 from diptych_operator.status.references import Reference
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Routes:
             live = {child_id(child): child for child in self._watched.children(key)}
             wanted = route_objects(route, self._served(route), self._cluster)
             await self._children.adopt(route, live.values())
-            await self._children.apply_all(route, wanted, live)
+            lags = await self._children.apply_all(route, wanted, live)
         except SpecError as exc:
             await self._report(raw, "SpecRejected", str(exc))
         except NotOursError as exc:
@@ -84,8 +85,10 @@ class Routes:
                 words += ". Correct spec.podTemplate or spec.resources."
             await self._report(raw, "Refused", words)
         else:
-            ready = _ready_pods(live.values())
-            why = await self._why_not_ready(key, route, live) if not ready else ""
+            deployments = (child for child in live.values() if child["kind"] == "Deployment")
+            observed = observe(deployments, self._watched.pods(key))
+            ready = sum(view.ready for view in observed.deployments)
+            why = await self._why_not_ready(route, live, observed, lags=lags)
             reason, message = next(self._problems(route, why), ("Serving", "it serves"))
             await self._report(raw, reason, message, f"{ready}/{route.spec.replicas}")
         return LOOK_S
@@ -103,15 +106,28 @@ class Routes:
         return found
 
     async def _why_not_ready(
-        self, key: ServiceKey, route: ModelRoute, live: Iterable[ChildId]
+        self, route: ModelRoute, live: Iterable[ChildId], observed: Observed, *, lags: bool
     ) -> str:
-        pods = self._watched.pods(key)
-        views = [pod_view(raw) for raw in pods]
-        waits_for = foreign(views, {Reference(kind, name) for _, kind, name in live})
+        """Empty if it serves as the spec asks, though a pod may be on its way."""
+        views, name = observed.deployments, object_name(route, "route")
+        settled = bool(views) and not lags and all(view.settled for view in views)
+        if settled and all(view.ready >= view.wanted for view in views):
+            return ""
+        waits_for = foreign(observed.pods, {Reference(kind, name) for _, kind, name in live})
         missing = await self._referents.missing(route, waits_for)
-        observed = replace(observe((), pods), missing=missing)
-        said = f"no pod of {object_name(route, 'route')} is ready"
-        return ": ".join([said, *(found.message for found in diagnose(observed, "route")[:1])])
+        found = diagnose(replace(observed, missing=missing), "route")
+        findings = [finding.message for finding in found[:1]]
+        keys = route.spec.api_keys
+        if any(view.ready for view in views):
+            if settled and not findings:
+                return ""
+            said = f"not all pods of {name} are ready, and as the spec asks"
+        else:
+            said = f"no pod of {name} is ready"
+            if keys is not None and not findings and any(pod.has_volumes for pod in observed.pods):
+                words = "they start, or wait until the Secret {} of spec.apiKeys holds a usable key"
+                findings = [words.format(keys.secret_name)]
+        return ": ".join([said, *findings])
 
     def _problems(self, route: ModelRoute, why: str) -> Iterator[tuple[str, str]]:
         """Reason and message of what keeps the route from being ready, the worst first."""
@@ -124,6 +140,20 @@ class Routes:
                 yield "ServiceMissing", words + "spec.models"
             else:
                 yield from _differences(route, name, raw["spec"].get("router") or {})
+        for model in route.spec.models:
+            causes = [self._why_unavailable(route, each.name) for each in model.services]
+            if all(causes):
+                said = f"no service of the model {model.name} answers: {causes[0]}"
+                yield "ServiceUnavailable", shorten(said, MAX_PART)
+
+    def _why_unavailable(self, route: ModelRoute, name: str) -> str:
+        """Why a service answers no requests, by its status; empty if nothing says so."""
+        raw = self._watched.service((route.metadata.namespace, name))
+        if raw is None:
+            return f"{name} is not there"
+        conditions = (raw.get("status") or {}).get("conditions") or ()
+        told = (c for c in conditions if c["type"] == "Available" and c["status"] == "False")
+        return next((f"{name}: {c['message']}" for c in told), "")
 
     async def _report(self, raw: Raw, reason: str, message: str, ready: str = "") -> None:
         meta, old = raw["metadata"], raw.get("status") or {}
@@ -154,8 +184,3 @@ def _differences(route: ModelRoute, name: str, router: Raw) -> Iterator[tuple[st
     if theirs and theirs != keys:
         words = f"the service {name} gets the keys of the route's clients, and knows those of the "
         yield "KeysDiffer", words + f"Secret {theirs}: name it in the route's spec.apiKeys"
-
-
-def _ready_pods(children: Iterable[Raw]) -> int:
-    found = (child for child in children if child["kind"] == "Deployment")
-    return sum((child.get("status") or {}).get("readyReplicas", 0) for child in found)

@@ -400,16 +400,18 @@ async def test_a_client_that_leaves_frees_its_service(route: Route, eventually: 
 async def test_a_key_of_the_route_opens_it_and_the_services(tmp_path: Path) -> None:
     (tmp_path / "alice").write_text("sesame")
     app = build_app(engine := EchoEngine(), api_keys=ApiKeys(tmp_path))
-    async with (
-        serving(app) as at,
-        routed(RouteTarget("a", at, "echo"), keys=ApiKeys(tmp_path)) as (http, _),
-    ):
+    keys = ApiKeys(tmp_path)
+    async with serving(app) as at, routed(RouteTarget("a", at, "echo"), keys=keys) as (http, _):
         assert (await http.post(CHAT, json={"model": "m"} | ASK)).status_code == 401
         headers = {"authorization": "Bearer sesame"}
         answer = await http.post(CHAT, json={"model": "m"} | ASK, headers=headers)
         assert answer.status_code == 200
         assert len(engine.seen) == 1
         assert (await http.get("/health")).status_code == 200
+        (tmp_path / "alice").write_text("")
+        keys.refresh()
+        answer = await http.get("/health")
+        assert (answer.status_code, "no usable API key" in answer.text) == (503, True)
 
 
 @dataclass

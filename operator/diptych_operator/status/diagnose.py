@@ -191,18 +191,27 @@ _PULL_PREFIX = re.compile(
 )
 
 
+_IMAGES_OF = {"router": ("spec.router", "images.router"), "route": ("spec", "images.router")}
+"""Where the image of pods that run no engine is named, in the spec and in the chart."""
+
+
+def _spec(role: str) -> str:
+    """Return the path in the spec under which the pods of a role are described."""
+    return "spec" if role == "route" else f"spec.{role}"
+
+
 def _image(pod: PodView) -> Finding:
     # The kubelet tells why in one of two states that take turns; `build_status` remembers it.
     says = _lasting(_PULL_PREFIX.sub("", pod.waiting_message.strip()))
     if len(says) > MAX_QUOTE:  # it wraps errors outside in: the cause stands last
         says = f"…{says[1 - MAX_QUOTE :]}"
-    field = "spec.router" if pod.role == "router" else "spec.engine"
+    field, chart = _IMAGES_OF.get(pod.role, ("spec.engine", "images.engine"))
     remedy = (
-        f"Check {field}.image (left out, it is the chart's {field.replace('spec', 'images')}); a "
-        f"private registry wants imagePullSecrets in spec.{pod.role}.podTemplate"
+        f"Check {field}.image (left out, it is the chart's {chart}); a "
+        f"private registry wants imagePullSecrets in {_spec(pod.role)}.podTemplate"
     )
     if pod.waiting_reason == "InvalidImageName":
-        remedy = f"Correct {field}.image, or the image in spec.{pod.role}.podTemplate"
+        remedy = f"Correct {field}.image, or the image in {_spec(pod.role)}.podTemplate"
     what = f'cannot pull image "{shorten(pod.image, 200)}"'
     return Finding(Reason.IMAGE_CANNOT_BE_PULLED, what, says, f"{remedy}.", Severity.BLOCKED)
 
@@ -240,8 +249,8 @@ def _crash(pod: PodView) -> Finding:
 
 
 def _out_of_memory(pod: PodView, what: str, says: str) -> Finding:
-    remedy = f"Raise spec.{pod.role}.resources.limits.memory"
-    if pod.role != "router":
+    remedy = f"Raise {_spec(pod.role)}.resources.limits.memory"
+    if pod.role not in _IMAGES_OF:
         remedy += " or lower spec.engine.kvCacheMemory"
     return Finding(Reason.OUT_OF_MEMORY, what, says, f"{remedy}.", Severity.FAILING)
 
@@ -265,12 +274,12 @@ _PREEMPTION = re.compile(r"\s*(?:preemption|no new claims to deallocate)\b.*$", 
 
 def _unschedulable(pod: PodView) -> Finding:
     said = _PREEMPTION.sub("", pod.unschedulable)
-    template = f"spec.{pod.role}.podTemplate.spec"
+    template = f"{_spec(pod.role)}.podTemplate.spec"
     claims = "spec.router.batches" if pod.role == "router" else "spec.model"
     remedies = []
     if lacking := sorted({name.rstrip(".") for name in _LACKING.findall(said)}):
         remedies.append(
-            f"Add nodes with free {' and '.join(lacking)}, or lower spec.{pod.role}.resources or "
+            f"Add nodes with free {' and '.join(lacking)}, or lower {_spec(pod.role)}.resources or "
             "the number of pods."
         )
     if "were unschedulable" in said:
@@ -311,19 +320,19 @@ _PARTS = {
 
 
 def _refused(view: DeploymentView) -> Finding:
-    says = shorten(_POD_REFUSED.sub("", view.failure), MAX_QUOTE)
+    says, spec = shorten(_POD_REFUSED.sub("", view.failure), MAX_QUOTE), _spec(view.role)
     remedy = Reason.PODS_REFUSED.remedy
     if "exceeded quota" in says:
-        remedy = f"Raise the namespace's ResourceQuota, or lower spec.{view.role}.resources."
+        remedy = f"Raise the namespace's ResourceQuota, or lower {spec}.resources."
     elif "must specify" in says:
-        remedy = f"Say in spec.{view.role}.resources what it names."
+        remedy = f"Say in {spec}.resources what it names."
     elif found := _NO_PART.search(says):
         remedy = (
             f'Create the {_PARTS[found["kind"].lower()]} "{found["name"]}", or '
-            f"correct spec.{view.role}.podTemplate."
+            f"correct {spec}.podTemplate."
         )
     elif "PodSecurity" in says:
-        remedy = f"Correct spec.{view.role}.podTemplate, or the namespace's PodSecurity label."
+        remedy = f"Correct {spec}.podTemplate, or the namespace's PodSecurity label."
     what = f"{view.role} pods cannot be created"
     return Finding(Reason.PODS_REFUSED, what, says, remedy, Severity.BLOCKED)
 

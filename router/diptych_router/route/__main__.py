@@ -49,7 +49,7 @@ async def routing(
 ) -> AsyncIterator[tuple[ASGIApp, Proxy, ServerMetrics]]:
     """The app of a route."""
     metrics = ServerMetrics(config.name)
-    proxy = Proxy(config, metrics.registry)
+    proxy = Proxy(config, metrics.registry, keys)
     methods = ["GET", "POST", "DELETE"]
     router = Router(
         [

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import PREFIX
+from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import Exchange, decode_json, exchange_of
 from diptych_frontend.openai.generation import unknown_model
@@ -75,8 +76,11 @@ class Proxy:
 
     leaving = False
 
-    def __init__(self, config: RouteConfig, registry: CollectorRegistry) -> None:
-        """Needs a running event loop."""
+    def __init__(
+        self, config: RouteConfig, registry: CollectorRegistry, keys: ApiKeys | None = None
+    ) -> None:
+        """Needs a running event loop. keys: None lets everybody in."""
+        self._keys = keys
         self._targets: Mapping[str, Targets] = by_name(config.models)
         self._name = config.name
         self._created = int(time.time())
@@ -108,10 +112,13 @@ class Proxy:
         await self._session.close()
 
     async def check_health(self) -> None:
-        """Raise `ClientClosedError` once the process is about to end. Services speak for
-        themselves: without one of them the others are still to be reached."""
+        """Raise `ClientClosedError` once the process is about to end, or if it has no key by which
+        it could let anybody in. Services speak for themselves: without one of them the others are
+        still to be reached."""
         if self.leaving:
             raise ClientClosedError("the route is shutting down")
+        if self._keys is not None and not self._keys.names:
+            raise ClientClosedError("there is no usable API key, so nobody would be let in")
 
     async def check_live(self) -> None:
         return

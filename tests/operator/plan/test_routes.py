@@ -15,15 +15,26 @@ from diptych_operator.routes import Routes
 
 Object = dict[str, Any]
 KEY = ("ns", "front.route")
+WHOLE = {"readyReplicas": 1, "updatedReplicas": 1, "replicas": 1, "observedGeneration": 1}
+PULLING = {
+    "phase": "Pending",
+    "containerStatuses": [
+        {"name": "route", "image": "newer", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+    ],
+}
 KEYS = {"router": {"apiKeys": {"secretName": "keys"}}}
 
 
 class Watched(Store):
     """What the watches show of a route and its services."""
 
-    def __init__(self, services: dict[str, Object], **spec: Any) -> None:
+    def __init__(
+        self, services: dict[str, Object], states: dict[str, Object] | None = None, **spec: Any
+    ) -> None:
         super().__init__()
         self.services = services
+        self.states = states or {}
+        """What else is there of services than their specs."""
         asked = [{"name": name, "weight": 1} for name in ("a", "b")]
         self.wanted = {"models": [{"name": "m", "services": asked}], **spec}
 
@@ -40,7 +51,8 @@ class Watched(Store):
 
     def service(self, key: tuple[str, str]) -> Object | None:  # type: ignore[override]
         found = self.services.get(key[1])
-        return None if found is None else {"spec": {"model": {}, **found}}
+        state = self.states.get(key[1], {})
+        return None if found is None else {"spec": {"model": {}, **found}, **state}
 
     def children(self, key: tuple[str, str]) -> list[Object]:
         unseen = ("Event", "ModelRoute")
@@ -65,7 +77,7 @@ async def settled(store: Watched) -> tuple[str, str]:
     """The condition once its pods are ready."""
     await passes(store)
     for deployment in store.deployments():
-        deployment["status"] = {"readyReplicas": 1}
+        deployment["status"] = WHOLE
     await passes(store)
     return store.ready()
 
@@ -110,6 +122,61 @@ async def test_a_route_is_ready_when_its_pods_are() -> None:
     assert await settled(store) == ("True", "Serving")
     status = store.route(KEY)["status"]
     assert (status["ready"], status["url"]) == ("1/1", "http://front-route.ns.svc:8000/v1")
+
+
+async def test_a_route_is_not_ready_before_all_its_pods_are_as_the_spec_asks() -> None:
+    store = Watched({"a": {}, "b": {}}, replicas=2)
+    assert await settled(store) == ("False", "PodsNotReady")
+    (deployment,) = store.deployments()
+    deployment["status"] = dict.fromkeys(WHOLE, 2) | {"readyReplicas": 1}
+    await passes(store)
+    assert store.ready() == ("True", "Serving"), "the other pod is on its way"
+    store.wanted["image"] = "newer"
+    await passes(store)
+    (deployment,) = store.deployments()
+    deployment["status"] = dict.fromkeys(WHOLE, 2) | {"updatedReplicas": 1, "replicas": 3}
+    store.start_pods(PULLING)
+    deployment["status"] = dict.fromkeys(WHOLE, 2) | {"updatedReplicas": 1, "replicas": 3}
+    await passes(store)
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert store.ready() == ("False", "PodsNotReady")
+    assert "not all pods of front-route are ready" in condition["message"]
+    assert "Check spec.image (left out, it is the chart's images.router)" in condition["message"]
+
+
+async def test_a_route_says_why_its_pods_are_not_even_created() -> None:
+    store = Watched({"a": {}, "b": {}})
+    await passes(store)
+    (deployment,) = store.deployments()
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: q"}
+    deployment["status"] = {"conditions": [failure]}
+    await passes(store)
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert condition["message"].startswith("no pod of front-route is ready: route pods cannot be")
+    assert condition["message"].endswith("or lower spec.resources.")
+
+
+async def test_a_route_without_a_usable_key_says_what_it_waits_for() -> None:
+    store = Watched({"a": KEYS, "b": KEYS}, apiKeys={"secretName": "keys"})
+    meta = {"name": "keys", "namespace": "ns"}
+    store.objects["/api/v1/namespaces/ns/secrets/keys"] = {"kind": "Secret", "metadata": meta}
+    await passes(store)
+    store.start_pods()
+    for deployment in store.deployments():
+        del deployment["status"]
+    await passes(store)
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert "until the Secret keys of spec.apiKeys holds a usable key" in condition["message"]
+
+
+async def test_a_model_that_no_service_answers_for_is_named() -> None:
+    down = {"status": {"conditions": [{"type": "Available", "status": "False", "message": "why"}]}}
+    store = Watched({"a": {}, "b": {}}, states={"a": down})
+    assert await settled(store) == ("True", "Serving")
+    store.states["b"] = down
+    assert await settled(store) == ("False", "ServiceUnavailable")
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert condition["message"] == "no service of the model m answers: a: why"
 
 
 async def test_at_rest_a_pass_asks_nothing() -> None:
