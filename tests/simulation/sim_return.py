@@ -44,8 +44,9 @@ def _go_on(world: World, stream: Stream, router: SimRouter, found: Sequence[Kept
         return
     ids = EventIds(stream.kept_as, 0, stream.request_id, ASKED)
     ids.saw(stream.delivered)
+    last_id = ids.marked(b"data: \n\n").partition(b"\n")[0].removeprefix(b"id: ").decode()
     try:
-        _, kept = choose_kept(found, ids.last, ASKED)
+        _, kept = choose_kept(found, last_id, ASKED)
     except InvalidRequestError as error:
         if error.code != "answer_not_kept":
             raise AssertionError(f"P2: {stream.request_id}: {error}") from error
