@@ -14,9 +14,10 @@ from benchmarks.traces.recorded import of_trace
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepCost, StepShape
-from diptych.simulator.engine import EngineLimits
+from diptych.simulator.engine import EngineLimits, Sequence
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.plan import Overheads, SimulatedPool, SimulatedService
+from diptych.simulator.plan import Overheads, Pod, SimulatedPool, SimulatedService
+from diptych.simulator.reports import statistics
 from diptych.simulator.workload import Request
 from diptych_router.choosing.policies.prefix_aware import POLICY as PREFIX_AWARE
 
@@ -124,6 +125,16 @@ def test_losses_cost_time_but_no_request() -> None:
     for pod in simulation.pods.values():
         if pod.alive:
             assert pod.engine.free == LIMITS.num_blocks
+
+
+def test_what_waits_for_kv_is_in_a_pods_report_until_it_is_there() -> None:
+    pod = Pod("decode-0", "decode", SimulatedPool(1, COST, LIMITS), [0])
+    row = Sequence(33, 4, remote=32)
+    pod.engine.add(row)
+    pod.engine.begin()
+    assert statistics(pod, moves=True).num_waiting_for_remote_kv == 1
+    pod.engine.received(row)
+    assert statistics(pod, moves=True).num_waiting_for_remote_kv == 0
 
 
 def test_two_engines_on_one_machine_slow_each_other() -> None:

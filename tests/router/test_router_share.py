@@ -129,3 +129,14 @@ def test_whatever_an_engine_says_of_routers_can_be_divided(number: int, count: i
     mine, others = share(number, count).homes(np.arange(3, dtype=np.uint64))
     assert mine.any()
     assert (others >= 0).all()
+
+
+def test_answers_that_begin_in_one_moment_do_not_all_go_to_the_engine_that_was_told_least() -> None:
+    """No router knows what the others have sent since it told so."""
+    routers = [Fleet(2, 8) for _ in range(8)]
+    told(routers, own=1, of_all=8)
+    for fleet in routers:
+        for number in range(8):
+            fleet.rows[f"d{number}"].report(idle(num_running=40 + number % 2), 0, 0.0)
+    taken = [fleet.go(request(50, start=10_000 * n))[1] for n, fleet in enumerate(routers)]
+    assert max(taken.count(engine) for engine in set(taken)) <= 2

@@ -401,6 +401,7 @@ class Simulation:
         """Prompt and tokens so far go to another pair; the user's stream goes on."""
         if job.sequence is not None and job.at is not None:
             job.generated += job.at.engine.tokens_of(job.sequence)
+            job.at.engine.loading.discard(job.sequence)
             if job.last_at >= 0:
                 job.last_at = max(job.last_at, job.at.last_end)
         if job.coming is not None and job.taker is not None and job.taker.alive:

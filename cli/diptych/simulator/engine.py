@@ -90,6 +90,8 @@ class EngineModel:
     """In the order of admission; the last is the first to be preempted."""
     loads: list[Sequence] = field(default_factory=list)
     """What is to be fetched; the caller takes it, and says `received`."""
+    loading: set[Sequence] = field(default_factory=set)
+    """Requests that wait for KV from another engine."""
     victims: list[Sequence] = field(default_factory=list)
     """Decode rows that lost their blocks; the caller takes them."""
     rows: int = 0
@@ -131,6 +133,7 @@ class EngineModel:
 
     def received(self, sequence: Sequence) -> None:
         """The KV of the `remote` tokens has arrived."""
+        self.loading.discard(sequence)
         self.reserved -= sequence.early
         sequence.early = 0
         sequence.computed, sequence.remote = min(sequence.remote, sequence.known - 1), 0
@@ -155,6 +158,8 @@ class EngineModel:
     def claim(self, sequence: Sequence) -> bool:
         """A request that was announced comes. False: its blocks have been given up."""
         self.announced.pop(sequence, None)
+        if sequence.early:
+            self.loading.add(sequence)
         return bool(sequence.early)
 
     def forgo(self, sequence: Sequence) -> None:
@@ -280,6 +285,7 @@ class EngineModel:
             wanted = self._blocks_for(sequence.remote)
             self._grow(sequence, max(0, wanted - sequence.blocks))
             self.loads.append(sequence)
+            self.loading.add(sequence)
             return 0
         share = min(sequence.known - sequence.computed, room)
         wanted = self._blocks_for(sequence.computed + share)

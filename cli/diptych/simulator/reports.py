@@ -15,6 +15,7 @@ def statistics(pod: Pod, *, moves: bool) -> SchedulerStats:
     return SchedulerStats(
         num_running=len(engine.running),
         num_waiting=len(engine.waiting),
+        num_waiting_for_remote_kv=len(engine.loading),
         blocks_total=engine.limits.num_blocks,
         blocks_free=engine.free,
         queued_prompt_tokens=engine.queued_tokens(),

@@ -96,7 +96,7 @@ class Policy(Protocol):
     """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
     equal_within: Mapping[Duty, float]
     """Engines that cost at most this share more than the cheapest one count as equal, by their
-    duty; 0 for a duty that is not named."""
+    duty; 0 for a duty that is not named. For decode it is that of each router."""
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """Return the cost of each engine, also of those that cannot be chosen. A pair costs the sum
@@ -114,6 +114,10 @@ class Priced:
         """[engines] Also later, when other engines are in the table."""
         self._draw = draw
         self._equal_within = policy.equal_within.get(duty, 0.0)
+        if duty == "decode":
+            # Of what the others have sent since its last report, no router knows. They would all
+            # choose the same few engines, whose links are then busy for seconds.
+            self._equal_within *= engines.table.share.count
         self._prompt_tokens = request.prompt_tokens
         self._terms = policy.costs(request, duty, engines)
         self._total = reduce(add, self._terms.values(), engines.barred)
