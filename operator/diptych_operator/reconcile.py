@@ -82,7 +82,7 @@ BUSY_INTERVAL_S = 2.0
 AUTOSCALE_INTERVAL_S = 5.0
 REST_INTERVAL_S = 120.0
 """At rest, only routers are polled, to learn whether the hand-off still works."""
-SECRETS_INTERVAL_S = 30.0
+SECRETS_INTERVAL_S = 60.0
 """The same where routers read Secrets of the user's, of whose changes only they tell."""
 
 
