@@ -100,12 +100,13 @@ class WeightCalls:
         log.info("%d tensors of the model were replaced", count)
 
     def reload_weights(self) -> None:
-        """Load the weights from the model's source again, even after a failed update. If that
-        fails, so has an update: some may have been read.
+        """Load the weights from the model's source again, even after a failed update. What its
+        headers refuse changes nothing. If it fails later, so has an update: some were read.
 
         Raises `InvalidRequestError` unless generation is paused and nothing runs.
         """
         self._require_rest()
+        self._core.runner.collective_rpc("_check_weights")
         try:
             self._core.runner.collective_rpc("_reload_weights")
         except Exception as exc:

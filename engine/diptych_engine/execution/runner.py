@@ -245,6 +245,7 @@ class ModelRunner:
         self._foreign_methods = extension_methods(config, self)
         self.worker_methods: dict[str, Callable[..., Any]] = {
             **self._foreign_methods,
+            "_check_weights": lambda: check_weights(self._source, self._shard),
             "_reload_weights": self._load,
             **self.loras.methods(),
             **WeightReceiver(
