@@ -65,8 +65,8 @@ class Answer:
         return first.removeprefix("id: ") if first.startswith("id: ") else ""
 
     def read_as(self, path: str) -> Any:
-        """What it comes to, without what differs from one answer to the next: ids, times, and how
-        much of the prompt was in a cache."""
+        """What it comes to, without what differs from one answer to the next: ids, times, how much
+        of the prompt was in a cache, and how many tokens were there when a message began."""
         seen: dict[str, str] = {}
 
         def number(found: re.Match[str]) -> str:
@@ -75,6 +75,7 @@ class Answer:
         text = "\n\n".join(self.events)
         text = re.sub(r"(\w+?)[_-][0-9a-f]{24,}\b", number, text)
         text = re.sub(rf'("(?:{DIFFERENT})"):\d+', r"\1:0", text)
+        text = re.sub(r'("message_start".*?"output_tokens"):\d+', r"\1:0", text)
         return READ[path](text.split("\n\n"))
 
 
