@@ -12,7 +12,7 @@ import msgspec
 from diptych_operator.api.images import Images, PodDefaults
 from diptych_operator.api.limits import Allowed
 from diptych_operator.upgrades import MOST_UPGRADES
-from diptych_operator.windows import EXAMPLE, Window
+from diptych_operator.windows import EXAMPLE, RolloutWindow
 
 DESCRIPTION = "The operator: `python -m diptych_operator [--namespaces a,b]`."
 
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--rollout-window",
-        type=Window.read,
+        type=RolloutWindow.read,
         action="append",
         default=[],
         metavar=repr(EXAMPLE),

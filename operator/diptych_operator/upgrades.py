@@ -21,7 +21,7 @@ from diptych_operator.api.names import UPGRADE_ANNOTATION
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render import KeySets, Serving, fixed_counts, render_revision, render_shared
 from diptych_operator.render.once import Renderings
-from diptych_operator.windows import Window, opens
+from diptych_operator.windows import RolloutWindow, opens
 
 MOST_UPGRADES: Final = 1
 """Services that roll at once because of an upgrade of the operator, unless told otherwise."""
@@ -122,7 +122,7 @@ def turns(places: Mapping[ServiceKey, Place], most: int) -> list[ServiceKey]:
 class Upgrades:
     """Gives turns. What it knows comes from the passes of this process."""
 
-    def __init__(self, most: int = MOST_UPGRADES, windows: Sequence[Window] = ()) -> None:
+    def __init__(self, most: int = MOST_UPGRADES, windows: Sequence[RolloutWindow] = ()) -> None:
         """`most`: services that may roll at once; with 0, and outside of `windows`, all wait."""
         self._most = most
         self._windows = windows

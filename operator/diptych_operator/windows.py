@@ -20,7 +20,7 @@ PATTERN: Final = f"^({_SOME}(?:,{_SOME})*) ({_TIME})-({_TIME}|24:00) ([A-Za-z0-9
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RolloutWindow:
     days: frozenset[int]
     """On which it begins; Monday is 0."""
     begin: timedelta
@@ -65,7 +65,7 @@ def _days(text: str) -> Iterator[int]:
         yield from (day % 7 for day in range(first, first + (last - first) % 7 + 1))
 
 
-def opens(windows: Sequence[Window], now: datetime) -> datetime | None:
+def opens(windows: Sequence[RolloutWindow], now: datetime) -> datetime | None:
     """Return when the next window begins; None within one, and if there are none."""
     spans = [span for window in windows for span in window.near(now)]
     ahead = [begin for begin, end in spans if max(begin, now) < end]

@@ -132,7 +132,7 @@ class _Way:
     on_trial: bool = False
 
 
-class Ways:
+class ClosedWays:
     """Ways from engine to engine on which hand-offs fail, though the engines are well: the network
     between them is broken.
 

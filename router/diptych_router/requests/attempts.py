@@ -21,7 +21,7 @@ from diptych_protocol import (
     KVTransferParams,
 )
 from diptych_router.choosing.policy import FETCH, Decision, RequestView
-from diptych_router.engines.health_book import Ways
+from diptych_router.engines.health_book import ClosedWays
 from diptych_router.requests.placements import HeldRequests, Placements
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_record import Setback
@@ -73,7 +73,7 @@ class Attempts:
         self._records = placements.records
         self._promises = promises
         self._random_bits, self._first_token_s = random_bits, first_token_s
-        self.ways = Ways()
+        self.ways = ClosedWays()
 
     # --- the beginning ------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import REST_INTERVAL_S, Reconciler
 from diptych_operator.routers import Routers
 from diptych_operator.upgrades import Place, Rendered, Standing, Upgrades, turns
-from diptych_operator.windows import Window
+from diptych_operator.windows import RolloutWindow
 
 NOW = datetime(2026, 12, 4, 12, tzinfo=UTC)
 """A Friday, noon."""
@@ -80,7 +80,7 @@ def test_nobody_begins_before_all_have_been_looked_at() -> None:
 
 
 def test_outside_of_its_windows_nobody_begins_and_who_has_begun_goes_on() -> None:
-    upgrades = Upgrades(9, [Window.read("Fri 12:00-13:00 UTC")])
+    upgrades = Upgrades(9, [RolloutWindow.read("Fri 12:00-13:00 UTC")])
     early, late = ("ns", "early"), ("ns", "late")
     both = {early, late}
     assert not upgrades.take(early, 1, {early}, NOW - timedelta(seconds=1))
@@ -107,7 +107,7 @@ class Life:
 
     def __init__(self, store: Store, images: Images, most: int, *windows: str) -> None:
         self.store, self.images = store, images
-        self.upgrades = Upgrades(most, [Window.read(each) for each in windows])
+        self.upgrades = Upgrades(most, [RolloutWindow.read(each) for each in windows])
         self.metrics = OperatorMetrics()
 
     @asynccontextmanager

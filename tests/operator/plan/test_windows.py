@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diptych_operator.arguments import parser
-from diptych_operator.windows import DAYS, EXAMPLE, Window, opens
+from diptych_operator.windows import DAYS, EXAMPLE, RolloutWindow, opens
 
 OPEN = None
 
@@ -46,7 +46,7 @@ OPEN = None
     ],
 )
 def test_a_window_goes_by_the_clocks_of_its_zone(window: str, now: str, begins: str | None) -> None:
-    found = opens([Window.read(window)], datetime.fromisoformat(f"{now}+00:00"))
+    found = opens([RolloutWindow.read(window)], datetime.fromisoformat(f"{now}+00:00"))
     assert found == (begins and datetime.fromisoformat(f"{begins}+00:00"))
 
 
@@ -72,7 +72,7 @@ moments = st.datetimes(datetime(2024, 1, 1), datetime(2030, 1, 1), timezones=st.
 def test_it_is_closed_until_the_time_that_is_told_and_open_then(
     words: list[str], now: datetime, part: float
 ) -> None:
-    windows = [Window.read(each) for each in words]
+    windows = [RolloutWindow.read(each) for each in words]
     begins = opens(windows, now)
     if begins is not None:
         assert begins > now
@@ -84,7 +84,7 @@ def test_it_is_closed_until_the_time_that_is_told_and_open_then(
 
 @given(texts, moments)
 def test_it_is_open_when_a_look_at_the_wall_says_so(text: str, now: datetime) -> None:
-    window = Window.read(text)
+    window = RolloutWindow.read(text)
     there = now.astimezone(window.zone)
     offsets = {(there + timedelta(days)).utcoffset() for days in (-2, 2)}
     assume(len(offsets) == 1)  # the table above has the nights in which clocks are changed
@@ -99,7 +99,7 @@ def test_zones_are_known_where_the_system_has_none() -> None:
     reset_tzpath(to=[])
     ZoneInfo.clear_cache()
     try:
-        assert Window.read(EXAMPLE).zone.key == "Europe/Berlin"
+        assert RolloutWindow.read(EXAMPLE).zone.key == "Europe/Berlin"
     finally:
         reset_tzpath(to=before)
 
