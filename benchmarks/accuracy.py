@@ -31,6 +31,7 @@ from diptych_engine.models import build_model, load_weights
 from diptych_engine.models.loader import is_quantised
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
+from diptych_kernels.native.tile_layout import BYTE, WORD_BITS
 
 LAYERS: Final = 30
 MIXTURES: Final = {
@@ -73,16 +74,20 @@ def both_ways(tokens: int, read: Callable[[int], Tensor]) -> dict[str, Tensor]:
 def ours(
     source: ModelSource, token_ids: list[int], bits: int | None = None
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """What each level says."""
+    """What each level says, and with activations of 8 bits."""
     quantised = bits is not None or is_quantised(source)
     kv_dtype = torch.bfloat16 if quantised else torch.float32
     for level in CpuLevel:
         if level > machine_level():
             return
         with forced(level):
-            model = load(source, len(token_ids), bits)
-            read = partial(log_probabilities, model, source, token_ids, kv_dtype)
-            yield level.word, both_ways(len(token_ids), read)
+            roundings = {level.word: WORD_BITS}
+            if quantised and level >= CpuLevel.VNNI:
+                roundings[f"{level.word}, activations q8"] = BYTE
+            for name, input_bits in roundings.items():
+                model = load(source, len(token_ids), bits, input_bits)
+                read = partial(log_probabilities, model, source, token_ids, kv_dtype)
+                yield name, both_ways(len(token_ids), read)
 
 
 def theirs(peer: LlamaCpp, path: str, token_ids: list[int], *, exact: bool) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
 """Which part of the processor's peak the products with packed weights reach, by rows.
 
-`python -m benchmarks.products [--levels avx2 vnni amx] [--repetitions 15]`. The peak is that of the
-products' own instruction, repeated with all operands in registers. It and the product take turns,
-on one thread, so that both meet the same clock and the same neighbours: the part is the median of
-those of each turn, in the processor's seconds. Nothing but the product is measured: no attention,
-no norms. The matrix unit computes prompts only.
+`python -m benchmarks.products [--levels avx2 vnni vnni/q8 amx] [--repetitions 15]`. The peak is
+that of the products' own instruction, repeated with all operands in registers. It and the product
+take turns, on one thread, so that both meet the same clock and the same neighbours: the part is the
+median of those of each turn, in the processor's seconds. Nothing but the product is measured: no
+attention, no norms. The matrix unit computes prompts only; q8 stands for inputs of 8 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 from diptych_kernels.native.targets import OF_LEVEL, Target
-from diptych_kernels.native.tile_layout import LEVEL_BITS, SPANS
+from diptych_kernels.native.tile_layout import BYTE, LEVEL_BITS, SPANS, WORD_BITS
 from diptych_kernels.packed_product import cpu, to_tiles
 
 ROWS: Final = (1, 4, 16, 64, 128, 512)
@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
 
 
 OF_PRODUCTS: Final = {
-    CpuLevel.AVX2: Instruction(
+    "avx2": Instruction(
         OF_LEVEL[CpuLevel.AVX2],
         (
             "vpmaddwd %ymm14, %ymm15, %ymm{temporary}",
@@ -59,13 +59,16 @@ OF_PRODUCTS: Final = {
         ),
         16,
     ),
-    CpuLevel.VNNI: Instruction(
-        OF_LEVEL[CpuLevel.VNNI], ("vpdpwssd %zmm14, %zmm15, %zmm{sum}",), 32
-    ),
-    CpuLevel.AMX: Instruction(
+    "vnni": Instruction(OF_LEVEL[CpuLevel.VNNI], ("vpdpwssd %zmm14, %zmm15, %zmm{sum}",), 32),
+    "vnni/q8": Instruction(OF_LEVEL[CpuLevel.VNNI], ("vpdpbusd %zmm14, %zmm15, %zmm{sum}",), 64),
+    "amx": Instruction(
         OF_LEVEL[CpuLevel.AMX], ("tdpbf16ps %tmm6, %tmm5, %tmm{tile}",), 16**2 * 32, True
     ),
 }
+
+
+def level_of(name: str) -> CpuLevel:
+    return CpuLevel[name.partition("/")[0].upper()]
 
 
 def peak(instruction: Instruction) -> Callable[[], float]:
@@ -133,16 +136,18 @@ def random_tiles(bits: int) -> Tensor:
     return tiles
 
 
-def product(tiles: Tensor, rows: int, level: CpuLevel) -> Callable[[], float]:
-    """Return what measures products a second of `rows` decodes, or of rows of a prompt if the
-    level has a matrix unit."""
+def product(tiles: Tensor, rows: int, name: str) -> Callable[[], float]:
+    """Return what measures products a second of `rows` decodes, or of rows of a prompt by the
+    matrix unit."""
     x, out = torch.randn(rows, SHAPE[1]), torch.empty(rows, SHAPE[0])
 
     workspace = torch.empty(cpu.workspace_bytes(*x.shape), dtype=torch.int8)
     kernel, arguments = (
         cpu.chunk_call(x, 0, tiles, out, workspace, add=False)
-        if level is CpuLevel.AMX
-        else cpu.decode_call(x, tiles, out, workspace, add=False)
+        if name == "amx"
+        else cpu.decode_call(
+            x, tiles, out, workspace, add=False, input_bits=BYTE if "/" in name else WORD_BITS
+        )
     )
 
     def work(_memory: Any = (x, out, workspace)) -> None:
@@ -178,7 +183,7 @@ def cells_of(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    levels = [level.word for level in OF_PRODUCTS if level <= machine_level()]
+    levels = [name for name in OF_PRODUCTS if level_of(name) <= machine_level()]
     parser.add_argument("--levels", nargs="*", choices=levels, default=levels)
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument("--bits", nargs="*", type=int, choices=LEVEL_BITS, default=LEVEL_BITS)
@@ -188,14 +193,13 @@ def main() -> None:
     print(machine())
     print(f"| level | bits | {' | '.join(f'{rows} rows' for rows in args.rows)} | peak, G/s |")
     print("|---" * (len(args.rows) + 3) + "|")
-    for word in args.levels:
-        level = CpuLevel[word.upper()]
-        with forced(level):
-            best = peak(OF_PRODUCTS[level])
+    for name in args.levels:
+        with forced(level_of(name)):
+            best = peak(OF_PRODUCTS[name])
             for bits in args.bits:
                 tiles = random_tiles(bits)
-                cases = (product(tiles, rows, level) for rows in args.rows)
-                print(f"| {word} | {bits} | {cells_of(cases, best, args.repetitions)}", flush=True)
+                cases = (product(tiles, rows, name) for rows in args.rows)
+                print(f"| {name} | {bits} | {cells_of(cases, best, args.repetitions)}", flush=True)
 
 
 if __name__ == "__main__":

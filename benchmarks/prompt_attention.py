@@ -55,7 +55,7 @@ KINDS: Final = {
     "amx": Kind(
         CpuLevel.AMX,
         torch.bfloat16,
-        OF_PRODUCTS[CpuLevel.AMX],
+        OF_PRODUCTS["amx"],
     ),
 }
 

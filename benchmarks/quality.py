@@ -24,6 +24,7 @@ from diptych_engine.models import CausalLM, StepInputs, build_model, load_weight
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
+from diptych_kernels.native.tile_layout import WORD_BITS
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_protocol import SamplingParams
 
@@ -35,10 +36,15 @@ ROWS: Final = 64
 PACKED_CACHE: Final = torch.bfloat16
 
 
-def load(source: ModelSource, num_tokens: int, bits: int | None = None) -> CausalLM:
-    """A model that is packed where the processor has kernels; bits: see `load_weights`."""
+def load(
+    source: ModelSource, num_tokens: int, bits: int | None = None, input_bits: int = WORD_BITS
+) -> CausalLM:
+    """A model that is packed where the processor has kernels; bits: see `load_weights`, input_bits:
+    see `Linear`."""
     model = build_model(source.config, num_tokens, torch.float32, torch.device("cpu"))
     load_weights(model.slots, source, packables=model.packables, bits=bits)
+    for packable in model.packables:
+        packable.linear.input_bits = input_bits
     return model
 
 

@@ -1,6 +1,7 @@
 """Models of the sizes that people run, beside llama.cpp with the same file.
 
-`make llamacpp`, then `python -m benchmarks.sizes [--shapes 1B 4B] [--levels avx2 vnni]`. Weights
+`make llamacpp`, then `python -m benchmarks.sizes [--shapes 1B 4B] [--levels avx2 vnni vnni/q8]`,
+where q8 stands for activations of 8 bits. Weights
 are random, in Q4_K_M by llama.cpp's own quantiser. Both have one thread and take turns: the
 processor's seconds for a prompt and for the tokens after it are compared within a repetition.
 Results go to benchmarks/results/sizes.{json,md}.
@@ -204,7 +205,7 @@ def seconds(engine: LLMEngine, token_ids: list[int], answer: int) -> list[float]
 
 
 def compared(
-    file: str, level: CpuLevel, peer: LlamaCpp, repetitions: int
+    file: str, level: CpuLevel, activations: str, peer: LlamaCpp, repetitions: int
 ) -> dict[str, list[list[float]]]:
     """[prompt, tokens] of each repetition, in seconds."""
     rng = np.random.default_rng(0)
@@ -213,6 +214,7 @@ def compared(
         args = EngineArgs(
             file, num_threads=1, max_model_len=CONTEXT, num_blocks=CONTEXT // 16 * 2,
             max_num_batched_tokens=PROMPT, cpu_level=cast(Any, level.word),
+            activations=cast(Any, activations),
         )  # fmt: skip
         engine = LLMEngine.from_engine_args(args)
         try:
@@ -273,6 +275,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     levels = [level.word for level in CpuLevel if level <= machine_level()]
+    levels += [f"{word}/q8" for word in levels[CpuLevel.VNNI :]]
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--levels", nargs="*", choices=levels, default=levels[1:])
     parser.add_argument("--repetitions", type=int, default=5)
@@ -291,7 +294,10 @@ def main() -> None:
             results.setdefault("shapes", {})[name] = asdict(SHAPES[name])
             peer.call("load", file, 1, CONTEXT, False)
             for level in args.levels:
-                found = compared(file, CpuLevel[level.upper()], peer, args.repetitions)
+                word, _, activations = level.partition("/")
+                found = compared(
+                    file, CpuLevel[word.upper()], activations or "auto", peer, args.repetitions
+                )
                 results["found"][f"{name} {level}"] = found
                 results["machines"][f"{name} {level}"] = machine()
                 print(name, level, json.dumps(found), flush=True)

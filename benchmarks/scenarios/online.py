@@ -23,6 +23,7 @@ PROMPTS = (128, 512, 1024)
 CONCURRENCY = (1, 4, 16, 64)
 SHARED_PROMPT, SHARED_TOKENS = 512, 448
 LEAST_REQUESTS = 3
+EIGHT_BITS = "diptych, activations q8"
 
 
 def loads(*, quick: bool) -> dict[str, Load]:
@@ -40,7 +41,8 @@ def loads(*, quick: bool) -> dict[str, Load]:
 
 
 def run(options: Options, reporter: Reporter) -> list[Record]:
-    systems = [diptych(), *peers.servers(options.peers)]
+    ours = diptych(), diptych(EIGHT_BITS, activations="q8")
+    systems = [*ours, *peers.servers(options.peers)]
     return compare(systems, loads(quick=options.quick), options, reporter)
 
 

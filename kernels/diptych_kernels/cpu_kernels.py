@@ -21,6 +21,7 @@ _COMPILED: Final = {
     silu_mul.CASE: (0,),
     call_table.CASE: (WIDTH,),
     packed_product.PACKED_PRODUCT: LEVEL_BITS,
+    packed_product.BYTE_PRODUCT: LEVEL_BITS,
     packed_product.PACKED_ROWS: LEVEL_BITS,
     packed_product.AMX_PRODUCT: LEVEL_BITS,
     packed_product.FLOAT_PRODUCT: FLOAT_KINDS,

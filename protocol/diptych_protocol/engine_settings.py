@@ -147,6 +147,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "8; none: everything in `dtype`."
         ),
     ] = "auto"
+    activations: Annotated[
+        Literal["auto", "q8"],
+        Meta(
+            description="What products with packed weights round their inputs to: auto is 16 bits, "
+            "or bfloat16 for prompts with AMX; q8 is 8 bits, as llama.cpp does, on CPUs with "
+            "AVX-512 VNNI: faster, but answers differ more."
+        ),
+    ] = "auto"
     cpu_level: Annotated[
         Literal["auto", "none", "avx2", "vnni", "amx"],
         Meta(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.tile_layout import LEVEL_BITS, SPANS
+from diptych_kernels.cpu_level import CpuLevel
+from diptych_kernels.native.tile_layout import BYTE, LEVEL_BITS, SPANS, WORD_BITS
 from diptych_kernels.packed_product import (
     cpu,
     kind_for,
@@ -32,10 +33,19 @@ def random_tiles(rows: int, columns: int, bits: int) -> Tensor:
     return tiles
 
 
-def product(x: Tensor, tiles: Tensor, num_decodes: int) -> Tensor:
+def product(x: Tensor, tiles: Tensor, num_decodes: int, input_bits: int = WORD_BITS) -> Tensor:
     out = torch.full((len(x), 16 * len(tiles)), torch.nan)
-    packed_product(x, tiles, out, num_decodes=num_decodes)
+    packed_product(x, tiles, out, num_decodes=num_decodes, input_bits=input_bits)
     return out
+
+
+@pytest.fixture(params=[WORD_BITS, BYTE])
+def input_bits(request: pytest.FixtureRequest, compiled_level: CpuLevel) -> int:
+    bits: int = request.param
+    if bits == BYTE and compiled_level < CpuLevel.VNNI:
+        pytest.skip("no instruction of this level multiplies bytes")
+    assert bits == WORD_BITS or cpu.rounds_to_bytes()
+    return bits
 
 
 @pytest.mark.parametrize(
@@ -79,17 +89,20 @@ def test_what_fills_no_tiles_is_none(shape: tuple[int, int], scale: float) -> No
 @BITS
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 29])
 @pytest.mark.parametrize("columns", [64, 80])
-def test_decodes_are_computed_as_the_reference_does(bits: int, rows: int, columns: int) -> None:
+def test_decodes_are_computed_as_the_reference_does(
+    bits: int, rows: int, columns: int, input_bits: int
+) -> None:
     """Rows of every size of block; inputs that are a part of wider rows, and groups of zeros."""
     tiles = random_tiles(columns, 96, bits)
     wide = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows))
     wide[:, 64:96] = 0
     x = wide[:, 64:]
     wanted = torch.empty(rows, columns)
-    reference.packed_product(x, tiles, wanted, num_decodes=rows)
+    reference.packed_product(x, tiles, wanted, num_decodes=rows, input_bits=input_bits)
     # At the middle between two levels either may be taken.
-    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3 * (1 << bits)}
-    torch.testing.assert_close(product(x, tiles, rows), wanted, **near)
+    step = 2.0 ** (WORD_BITS - input_bits)
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3 * (1 << bits) * step}
+    torch.testing.assert_close(product(x, tiles, rows, input_bits), wanted, **near)
 
 
 @BITS
@@ -121,13 +134,13 @@ def test_it_can_add_to_what_is_there(num_decodes: int) -> None:
 
 @pytest.mark.parametrize("are_decodes", [True, False])
 def test_a_row_gets_the_same_bits_in_any_company_and_on_any_number_of_threads(
-    are_decodes: bool,
+    are_decodes: bool, input_bits: int
 ) -> None:
     tiles = random_tiles(112, 128, 4)
     x = torch.randn(67, 128)
 
     def own_product(x: Tensor) -> Tensor:
-        return product(x, tiles, len(x) if are_decodes else 0)
+        return product(x, tiles, len(x) if are_decodes else 0, input_bits)
 
     together = own_product(x)
     for size in (1, 2, 6, 15, 16, 33):
@@ -143,9 +156,11 @@ def test_a_row_gets_the_same_bits_in_any_company_and_on_any_number_of_threads(
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("num_decodes", [0, 3])
-def test_what_is_not_finite_shows_in_its_own_row_alone(bad: float, num_decodes: int) -> None:
+def test_what_is_not_finite_shows_in_its_own_row_alone(
+    bad: float, num_decodes: int, input_bits: int
+) -> None:
     x = torch.randn(3, 64)
     x[1, 40] = bad
-    out = product(x, random_tiles(32, 64, 4), num_decodes)
+    out = product(x, random_tiles(32, 64, 4), num_decodes, input_bits)
     assert not out[1].isfinite().any()
     assert out[[0, 2]].isfinite().all()

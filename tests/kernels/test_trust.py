@@ -122,7 +122,7 @@ def test_without_a_right_product_nothing_is_packed_and_the_engine_answers(
     plant: Plant, tmp_path: Path, smollm2: str
 ) -> None:
     wrong = compiled_with(
-        ("FLOAT32(1 / LEVELS)", "FLOAT32(2 / LEVELS)"),
+        ("FLOAT32(1 / most)", "FLOAT32(2 / most)"),
         "rounded_group.py", "packed_product-4", tmp_path,
     )  # fmt: skip
     plant({"packed_product-4": wrong})

@@ -96,9 +96,12 @@ class CpuKernels:
     """The kernels for a model on a CPU. They are loaded, or compiled, beside other work until
     `try_all`."""
 
-    def __init__(self, kv_dtype: torch.dtype, head_dim: int, *, packed: bool, floats: bool) -> None:
-        """packed, floats: the model's matrices may be levels, or bfloat16."""
-        wanted = _wanted(kv_dtype, head_dim, packed) + FOR_FLOATS * floats
+    def __init__(
+        self, kv_dtype: torch.dtype, head_dim: int, *, packed: bool, floats: bool, in_bytes: bool
+    ) -> None:
+        """packed, floats: the model's matrices may be levels, or bfloat16. in_bytes: products round
+        to 8 bits."""
+        wanted = _wanted(kv_dtype, head_dim, packed) + FOR_FLOATS * floats + FOR_BYTES * in_bytes
         self._names = [each for each in wanted if is_there(each[0])]
         self._thread = Thread(target=self._load, name="kernels", daemon=True)
         self._thread.start()
@@ -125,6 +128,7 @@ class CpuKernels:
 
 FOR_FLOATS: Final = [("float_product", BF16), ("float_rows", BF16)]
 """Kernels for bfloat16; those for rarer types are loaded when they are used."""
+FOR_BYTES: Final = [("byte_product", bits) for bits in LEVEL_BITS]
 
 
 def _wanted(kv_dtype: torch.dtype, head_dim: int, packed: bool) -> list[tuple[str, int]]:

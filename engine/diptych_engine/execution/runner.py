@@ -75,6 +75,8 @@ from diptych_frontend.model_files.model_source import ModelConfig, ModelSource
 from diptych_frontend.processors import usable_processors
 from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.host_arrays import to_device
+from diptych_kernels.native.tile_layout import BYTE
+from diptych_kernels.packed_product.cpu import rounds_to_bytes
 from diptych_kernels.packed_product.gpu_tiles import UNPACKED_BYTES
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.trust import set_aside
@@ -128,6 +130,7 @@ class ModelRunner:
             self.drafter = Drafter(draft, *own, packs=self._may_pack)
         if kernels is not None:
             kernels.try_all()  # what cannot be multiplied must not be packed
+        self._round_inputs(config)
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
         memory = self._allocate_cache(config, layers, next(iter(kv_memory_fds()), None))
@@ -158,7 +161,20 @@ class ModelRunner:
             return None
         packs = self._may_pack and level > CpuLevel.NONE
         floats = packs and source.format == "safetensors"
-        return CpuKernels(self._kv_dtype, source.config.head_dim, packed=packs, floats=floats)
+        in_bytes = packs and config.activations == "q8"
+        return CpuKernels(
+            self._kv_dtype, source.config.head_dim, packed=packs, floats=floats, in_bytes=in_bytes
+        )
+
+    def _round_inputs(self, config: EngineConfig) -> None:
+        """Let products round their inputs to as many bits as is asked for, where they can."""
+        if config.activations == "auto":
+            return
+        if self._device.type != "cpu" or not rounds_to_bytes():
+            log.warning("activations q8 does nothing here: it needs a CPU with AVX-512 VNNI")
+            return
+        for packable in self._packables:
+            packable.linear.input_bits = BYTE
 
     def _allocate_cache(
         self, config: EngineConfig, layers: LayerGroups, kv_memory_fd: int | None

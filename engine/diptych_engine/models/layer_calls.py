@@ -189,7 +189,9 @@ class LayerCalls:
             return
         if in_integers:
             yield LastingCall(
-                packed_product.decode_call(x, tiles, out, self._workspace, add=add),
+                packed_product.decode_call(
+                    x, tiles, out, self._workspace, add=add, input_bits=linear.input_bits
+                ),
                 rows_at=packed_product.ROWS,
                 weight=tiles,
                 weight_at=packed_product.DECODE_TILES,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diptych_engine.models.packed import PackedMatrix
 from diptych_frontend.model_files.family_spec import Gate
+from diptych_kernels.native.tile_layout import WORD_BITS
 from diptych_kernels.silu_mul import silu_mul
 
 LIMIT: Final = 7.0
@@ -28,6 +29,8 @@ class Linear:
     weight: Tensor
     """[in, out]. Without memory while `packed` replaces it; views of it stay valid."""
     packed: PackedMatrix | None = None
+    input_bits: int = WORD_BITS
+    """What products with a packed matrix round x to on a CPU: 16 bits or 8."""
 
     def release(self) -> None:
         """Have no memory until the weight is packed or unpacked; views of it stay valid."""
@@ -65,14 +68,14 @@ class Linear:
         """Return [rows, out] of x's type."""
         if self.packed is None:
             return x.mm(self.weight)
-        return self.packed.product(x, num_decodes)
+        return self.packed.product(x, num_decodes, self.input_bits)
 
     def add_product_(self, sums: Tensor, x: Tensor, num_decodes: int) -> None:
         """sums [rows, out] += x @ weight."""
         if self.packed is None:
             sums.addmm_(x, self.weight)
         else:
-            self.packed.add_product_(sums, x, num_decodes)
+            self.packed.add_product_(sums, x, num_decodes, self.input_bits)
 
 
 def gated(gate_up: Tensor, kind: Gate) -> Tensor:

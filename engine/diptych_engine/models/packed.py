@@ -11,7 +11,7 @@ from torch import Tensor
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups
 from diptych_engine.models.rounding import like_tiles
-from diptych_kernels.native.tile_layout import SPANS
+from diptych_kernels.native.tile_layout import SPANS, WORD_BITS
 from diptych_kernels.packed_product import (
     TILE_ROWS,
     gpu_tiles,
@@ -76,15 +76,19 @@ class PackedMatrix:
         """[n] int64 -> [n, in] floats."""
         return rows_of(self.tiles, numbers)
 
-    def product(self, x: Tensor, num_decodes: int) -> Tensor:
+    def product(self, x: Tensor, num_decodes: int, input_bits: int = WORD_BITS) -> Tensor:
         """[rows, in] -> [rows, out] of x's type."""
         out = x.new_empty(x.shape[0], self.num_rows)
-        packed_product(x, self.tiles, out, num_decodes=num_decodes)
+        packed_product(x, self.tiles, out, num_decodes=num_decodes, input_bits=input_bits)
         return out
 
-    def add_product_(self, sums: Tensor, x: Tensor, num_decodes: int) -> None:
+    def add_product_(
+        self, sums: Tensor, x: Tensor, num_decodes: int, input_bits: int = WORD_BITS
+    ) -> None:
         """sums [rows, out] += x @ matrix^T."""
-        packed_product(x, self.tiles, sums, num_decodes=num_decodes, add=True)
+        packed_product(
+            x, self.tiles, sums, num_decodes=num_decodes, add=True, input_bits=input_bits
+        )
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -81,7 +81,8 @@ def recipe_of(config: EngineConfig, source: ModelSource, description: EngineDesc
         for field, value in description.compat.items()
         if field not in ("model", "weights", "revision")
     }
-    settings = config.block_size, config.weight_packing, config.executor_class
+    packing = config.weight_packing, config.activations
+    settings = config.block_size, *packing, config.executor_class
     return repr((sorted(same.items()), *settings)).encode() + weights_stamp(source, config.seed)
 
 

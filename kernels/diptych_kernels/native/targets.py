@@ -27,7 +27,7 @@ OF_LEVEL: Final = {
     CpuLevel.VNNI: Target("x86-64-v4", VNNI),
     CpuLevel.AMX: Target("x86-64-v4", f"{VNNI},{DOTS},+amx-tile,+amx-bf16"),
 }
-LOWEST_LEVEL: Final = {"bf16_": CpuLevel.VNNI, "amx_": CpuLevel.AMX}
+LOWEST_LEVEL: Final = {"bf16_": CpuLevel.VNNI, "byte_": CpuLevel.VNNI, "amx_": CpuLevel.AMX}
 """The lowest level of kernels, by the beginnings of their names. Others exist from AVX2 on."""
 
 

@@ -26,6 +26,8 @@ LEVEL_BITS: Final = tuple(SPANS)
 HALF: Final = 2
 """Size, in bytes, of a factor."""
 BYTE: Final = 8
+WORD_BITS: Final = 2 * BYTE
+"""Bits that inputs of products are rounded to, where nobody asks for a byte."""
 LOW_BITS: Final = 4
 """Bits of a 6-bit level that lie where those of a 4-bit level do."""
 TOP: Final = 3

@@ -3,12 +3,12 @@
 On a GPU a matrix becomes floats of the other factor's type beside the product, which is summed up
 in float32.
 
-On a CPU, for generated tokens, the other factor is rounded to 16 bits, with one scale for 32
-values, and the products are summed up exactly, in integers. Prompts are computed in the same way
-or, where the processor has a matrix unit, with both factors rounded to bfloat16. With a matrix of
-floats of 16 or 8 bits everything is computed in float32, and nothing is rounded before. A row's
-result depends only on which of the two it is, neither on the rows beside it nor on the number of
-threads.
+On a CPU, for generated tokens, the other factor is rounded to 16 bits, or to 8 where that is asked
+for, with one scale for 32 values, and the products are summed up exactly, in integers. Prompts are
+computed in the same way or, where the processor has a matrix unit, with both factors rounded to
+bfloat16. With a matrix of floats of 16 or 8 bits everything is computed in float32, and nothing is
+rounded before. A row's result depends only on which of the two it is, neither on the rows beside it
+nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.tile_layout import TILE_ROWS, kind_for
+from diptych_kernels.native.tile_layout import TILE_ROWS, WORD_BITS, kind_for
 from diptych_kernels.packed_product import cpu
 from diptych_kernels.packed_product.reference import (
     FLOATS,
@@ -59,7 +59,13 @@ def unpack_rows(tiles: Tensor, out: Tensor, rows: Tensor | None = None) -> None:
 
 
 def packed_product(
-    x: Tensor, tiles: Tensor, out: Tensor, *, num_decodes: int, add: bool = False
+    x: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    num_decodes: int,
+    add: bool = False,
+    input_bits: int = WORD_BITS,
 ) -> None:
     """out = x matrix^T, or out += x matrix^T.
 
@@ -68,6 +74,8 @@ def packed_product(
     tiles: a matrix [out, columns] as `to_tiles` or `to_float_tiles` makes it; on a GPU as those of
         `gpu_tiles` do.
     out: [rows, out] of x's type, each row contiguous.
+    input_bits: what x is rounded to where products are summed up in integers: 16, or 8 if
+        `cpu.rounds_to_bytes`.
     A row with a NaN or an infinity in it yields NaN or infinities.
     """
     if x.is_cuda:
@@ -75,4 +83,4 @@ def packed_product(
 
         triton.packed_product(x, tiles, out, add=add)
         return
-    cpu.packed_product(x, tiles, out, num_decodes=num_decodes, add=add)
+    cpu.packed_product(x, tiles, out, num_decodes=num_decodes, add=add, input_bits=input_bits)

@@ -6,6 +6,8 @@ bfloat16 by the processor's matrix unit, if it has one: it is four times as fast
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -18,12 +20,14 @@ from diptych_kernels.native.arguments import (
 )
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.tile_layout import (
+    BYTE,
     E4M3,
     FLOAT_KINDS,
     GROUP,
     LEVEL_BITS,
     SPANS,
     TILE_ROWS,
+    WORD_BITS,
 )
 from diptych_kernels.packed_product import reference
 from diptych_kernels.packed_product.reference import FLOATS, kind_of, to_float_tiles, to_tiles
@@ -47,7 +51,15 @@ def workspace_bytes(rows: int, columns: int) -> int:
     return max(integers, _rounded_bytes(rows, columns) + unpacked)
 
 
-def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
+def decode_call(
+    x: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    workspace: Tensor,
+    *,
+    add: bool,
+    input_bits: int = WORD_BITS,
+) -> Call:
     """Return the call that computes all rows in integers, or with tiles of floats in float32;
     workspace: [>= workspace_bytes] int8."""
     rows, columns = x.shape
@@ -65,7 +77,7 @@ def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add
         inputs=workspace.data_ptr(),
         factors=workspace.data_ptr() + rows * columns * WORD,
     )
-    return decode_kernel(kind_of(tiles)), arguments
+    return decode_kernel(kind_of(tiles), input_bits), arguments
 
 
 def chunk_call(
@@ -107,9 +119,11 @@ def _rounded_bytes(rows: int, columns: int) -> int:
 
 
 @remembered
-def decode_kernel(kind: int) -> Kernel:
+def decode_kernel(kind: int, input_bits: int = WORD_BITS) -> Kernel:
     """Return the kernel of decode calls for tiles of this kind; it is loaded at first use."""
-    return kernel_of("float_product" if kind in FLOAT_KINDS else "packed_product", kind)
+    if kind in FLOAT_KINDS:
+        return kernel_of("float_product", kind)
+    return kernel_of("packed_product" if input_bits == WORD_BITS else "byte_product", kind)
 
 
 @remembered
@@ -130,6 +144,12 @@ def is_available() -> bool:
     return all(
         is_trusted(case, bits) for case in (PACKED_PRODUCT, PACKED_ROWS) for bits in LEVEL_BITS
     )
+
+
+@remembered
+def rounds_to_bytes() -> bool:
+    """Whether the level in use has products of inputs that are rounded to 8 bits."""
+    return all(is_trusted(BYTE_PRODUCT, bits) for bits in LEVEL_BITS)
 
 
 @remembered
@@ -159,14 +179,22 @@ def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
 
 
 def packed_product(
-    x: Tensor, tiles: Tensor, out: Tensor, *, num_decodes: int, add: bool = False
+    x: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    num_decodes: int,
+    add: bool = False,
+    input_bits: int = WORD_BITS,
 ) -> None:
     """As `diptych_kernels.packed_product.packed_product`."""
     rows, columns = x.shape
     workspace = torch.empty(workspace_bytes(rows, columns), dtype=torch.int8)
     in_integers = rows if tiles.dtype in FLOATS else integer_rows(num_decodes, rows)
     if in_integers:
-        own, numbers = decode_call(x[:in_integers], tiles, out, workspace, add=add)
+        own, numbers = decode_call(
+            x[:in_integers], tiles, out, workspace, add=add, input_bits=input_bits
+        )
         own.run(numbers, torch.get_num_threads())
     if in_integers < rows:
         own, numbers = chunk_call(x, in_integers, tiles, out, workspace, add=add)
@@ -206,13 +234,13 @@ def _inputs(kernel: Kernel) -> tuple[Tensor, Tensor]:
     return _float_factors(kernel.number) if is_float else _factors(kernel.number)
 
 
-def _product(kernel: Kernel) -> Results:
+def _product(kernel: Kernel, input_bits: int = WORD_BITS) -> Results:
     x, tiles = _inputs(kernel)
     workspace = torch.empty(workspace_bytes(*x.shape), dtype=torch.int8)
     actual, expected = unwritten(2, len(x), 48)
     _, arguments = decode_call(x, tiles, actual, workspace, add=False)
     kernel.run(arguments, 1)
-    reference.packed_product(x, tiles, expected, num_decodes=len(x))
+    reference.packed_product(x, tiles, expected, num_decodes=len(x), input_bits=input_bits)
     return actual, expected
 
 
@@ -227,6 +255,7 @@ def _product_in_tiles(kernel: Kernel) -> Results:
 
 
 PACKED_PRODUCT = KnownCase("packed_product", _product, tolerance=1e-4)
+BYTE_PRODUCT = KnownCase("byte_product", partial(_product, input_bits=BYTE), tolerance=1e-4)
 PACKED_ROWS = KnownCase("packed_rows", _rows, tolerance=0.0)
 AMX_PRODUCT = KnownCase("amx_product", _product_in_tiles, tolerance=1e-4)
 FLOAT_PRODUCT = KnownCase("float_product", _product, tolerance=1e-5)

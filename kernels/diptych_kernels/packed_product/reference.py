@@ -21,13 +21,12 @@ from diptych_kernels.native.tile_layout import (
     SPANS,
     TILE_ROWS,
     TOP,
+    WORD_BITS,
     group_bytes,
     top_bit,
 )
 
 MAX_HALF: Final = torch.finfo(torch.float16).max
-LEVELS: Final = 32767
-"""Levels on either side of zero."""
 LARGER: Final = 1 + math.log(2) / 256
 """Compensates for truncation, as `native.unpacked_tile` does."""
 SMALLEST: Final = torch.finfo(torch.float32).tiny
@@ -172,7 +171,13 @@ def values_of(tiles: Tensor) -> Tensor:
 
 
 def packed_product(
-    x: Tensor, tiles: Tensor, out: Tensor, *, num_decodes: int, add: bool = False
+    x: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    num_decodes: int,
+    add: bool = False,
+    input_bits: int = WORD_BITS,
 ) -> None:
     """As `diptych_kernels.packed_product.packed_product` with a matrix unit."""
     matrix = values_of(tiles).t()
@@ -180,7 +185,7 @@ def packed_product(
         product = x.mm(matrix)
         out.copy_(out + product if add else product)
         return
-    decodes = rounded(x[:num_decodes]).mm(matrix)
+    decodes = rounded(x[:num_decodes], input_bits).mm(matrix)
     chunks = x[num_decodes:].bfloat16().float().mm(cut_off(matrix))
     product = torch.cat([decodes, chunks])
     out.copy_(out + product if add else product)
@@ -191,9 +196,9 @@ def cut_off(matrix: Tensor) -> Tensor:
     return ((matrix * LARGER).view(torch.int32) & -0x10000).view(torch.float32)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Round [rows, columns] to 16 bits per value, with one scale for 32 of them."""
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """Round [rows, columns] to so many bits per value, with one scale for 32 of them."""
     groups = x.reshape(len(x), x.shape[1] // GROUP, GROUP)
-    scale = groups.abs().amax(2, keepdim=True) / LEVELS
+    scale = groups.abs().amax(2, keepdim=True) / ((1 << bits - 1) - 1)
     levels = (groups / scale.clamp(min=SMALLEST)).round()
     return (levels * scale).view(x.shape)

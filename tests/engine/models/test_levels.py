@@ -80,6 +80,22 @@ def test_the_demo_question_is_answered(level: CpuLevel, smollm2: str, source: Mo
     assert answer.startswith(DEMO.answer)
 
 
+def test_activations_of_8_bits_are_used_where_the_processor_multiplies_bytes(
+    level: CpuLevel, smollm2: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Elsewhere the log says so, and answers are as without."""
+    core = make_core(
+        smollm2, weight_packing="auto", max_model_len=64, cpu_level=level.word, activations="q8"
+    )
+    try:
+        model = core.runner.model  # type: ignore[attr-defined]
+        rounded = {packable.linear.input_bits for packable in model.packables}
+        assert rounded == ({8} if level >= CpuLevel.VNNI else {16})
+        assert ("activations q8 does nothing here" in caplog.text) == (level < CpuLevel.VNNI)
+    finally:
+        core.close()
+
+
 @pytest.mark.skipif(machine_level() is CpuLevel.AMX, reason="this machine has all levels")
 def test_a_level_that_the_machine_has_not_is_refused() -> None:
     with pytest.raises(

@@ -259,13 +259,15 @@ def prompts() -> dict[str, list[int]]:
     return {f"r{n}": generator.integers(0, 64, n).tolist() for n in (1, 17, 40, 70)}
 
 
-def test_an_answer_is_the_same_in_any_company(smollm2: str) -> None:
+@pytest.mark.parametrize("activations", ["auto", "q8"])
+def test_an_answer_is_the_same_in_any_company(smollm2: str, activations: str) -> None:
     """Alone; in a batch of chunks; with so few blocks that KV is lost and computed again; and
     continued behind what another engine generated. By the real model, whose heads fill vectors."""
 
     def core(**options: Any) -> EngineCore:
         # Generated tokens in the cache must not stand in for a prompt's.
-        return make_core(smollm2, enable_prefix_caching=False, **options)
+        own = {"enable_prefix_caching": False, "activations": activations}
+        return make_core(smollm2, **own, **options)
 
     asked = prompts()
     alone: dict[str, list[int]] = {}

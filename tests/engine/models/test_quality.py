@@ -85,6 +85,24 @@ def test_chats_keep_the_logits_of_float32(
     assert torch.equal(ours.argmax(-1)[clear], float32.argmax(-1)[clear])
 
 
+def test_activations_of_8_bits_cost_no_more_than_llama_cpps(
+    compiled_level: CpuLevel,
+    source: ModelSource,
+    chats: list[list[int]],
+    exact: list[Tensor],
+    lone_sequence: Callable[..., Any],
+) -> None:
+    """The mean divergence of its own kernels from floats is 3e-3 to 6e-3."""
+    if compiled_level < CpuLevel.VNNI:
+        pytest.skip("no instruction of this level multiplies bytes")
+    sequence = lone_sequence(source, MAX_TOKENS, packs=True)
+    for packable in sequence.model.packables:
+        packable.linear.input_bits = 8
+    # Generated tokens: with a matrix unit, prompts are rounded as ever.
+    ours = [sequence.logits_in_chunks(chat, [len(chat) - 4, 1, 1, 1, 1])[-4:] for chat in chats]
+    assert 1e-4 < divergence(torch.cat(ours), torch.cat([rows[-4:] for rows in exact])) < 6e-3
+
+
 def test_a_millionth_of_a_change_moves_no_choice(
     compiled_level: CpuLevel,
     source: ModelSource,

@@ -11,12 +11,12 @@ from diptych_kernels.native.arguments import PackedProduct, record_of
 from diptych_kernels.native.compiled.packed_tile import (
     FACTOR_BYTES,
     FLOAT,
-    GROUP_BYTES,
     TILES,
+    WORD,
     tile_product,
 )
 from diptych_kernels.native.compiled.primitives import await_others, num_threads, thread_index
-from diptych_kernels.native.compiled.rounded_group import round_group
+from diptych_kernels.native.compiled.rounded_group import rounder
 from diptych_kernels.native.compiled.vectors import LANES
 from diptych_kernels.native.tile_layout import GROUP, group_bytes
 
@@ -26,10 +26,11 @@ LARGEST_BLOCK = 4
 blocks."""
 
 
-def entry(bits):
-    """Return the kernel for a matrix whose levels have 4, 6 or 8 bits."""
-    some, last = _columns_product(TILES, bits), _columns_product(1, bits)
-    of_group = group_bytes(bits)
+def entry(bits, size=WORD):
+    """Return the kernel for a matrix whose levels have 4, 6 or 8 bits; inputs are rounded to `size`
+    bytes."""
+    some, last = _columns_product(TILES, bits, size), _columns_product(1, bits, size)
+    of_group, of_inputs, round_group = group_bytes(bits), GROUP * size, rounder(size)
 
     @njit(error_model="numpy")
     def multiply(given):
@@ -46,7 +47,7 @@ def entry(bits):
             source = given.x + row * given.x_stride + group * GROUP * FLOAT
             of_row = min(groups - group, end - index)
             for _ in range(of_row):
-                round_group(source, inputs + place * GROUP_BYTES, factors + place * FACTOR_BYTES)
+                round_group(source, inputs + place * of_inputs, factors + place * FACTOR_BYTES)
                 source, place = source + GROUP * FLOAT, place + size
             index, row, group = index + of_row, row + 1, 0
         await_others()
@@ -66,9 +67,9 @@ def entry(bits):
     return packed_product
 
 
-def _columns_product(num_tiles, bits):
+def _columns_product(num_tiles, bits, size):
     """Return a function that computes all rows of some tiles."""
-    four, two, one = (tile_product(num_rows, num_tiles, bits) for num_rows in (4, 2, 1))
+    four, two, one = (tile_product(num_rows, num_tiles, bits, size) for num_rows in (4, 2, 1))
 
     @njit
     def columns_product(tiles, groups, inputs, factors, target, stride, add, rows):

@@ -1,5 +1,5 @@
-"""Rounds inputs of the packed product to 16 bits, with one scale for 32 of them, in
-LLVM's terms."""
+"""Rounds inputs of the packed product to 16 or 8 bits, with one scale for 32 of them, in LLVM's
+terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from diptych_kernels.native.compiled.packed_tile import FLOAT, ORDER, WORD
 from diptych_kernels.native.compiled.vectors import (
     FLOAT32,
     FLOATS,
-    INT16,
     INT32,
     INTS,
     LANES,
@@ -21,41 +20,49 @@ from diptych_kernels.native.compiled.vectors import (
     load,
     store,
 )
-from diptych_kernels.native.tile_layout import QUAD
+from diptych_kernels.native.tile_layout import BYTE, QUAD
 
-LEVELS = 32767.0
-"""The largest level of a rounded input; the smallest is its negative."""
 NO_FRACTION, NO_FRACTION_BITS = 1.5 * 2**23, 0x4B400000
 """A float32 so large that its neighbours are whole numbers, and its bits."""
 
 
-@intrinsic
-def round_group(context, source, target, factors):
-    """Round 32 float32 numbers to int16 levels, each quad in the order in which products read it.
-    Their scale, their scaled sum and those of their halves follow, which are NaN if a number is NaN
-    or infinite."""
+def rounder(size):
+    """Return a function that rounds 32 float32 numbers to levels of `size` bytes: words, each quad
+    in the order in which products read it, or bytes in their own. Their scale, their scaled sum and
+    those of their halves follow, which are NaN if a number is NaN or infinite."""
+    most = float((1 << size * BYTE - 1) - 1)
+    """The largest level; the smallest is its negative."""
 
-    def generate(context, builder, signature, arguments):
-        source, target, factors = arguments
-        halves = [load(builder, source, FLOATS, half * LANES * FLOAT) for half in range(2)]
-        largest = _largest(builder, halves)
-        is_zero = builder.fcmp_ordered("==", largest, FLOAT32(0.0))
-        inverse = builder.select(is_zero, FLOAT32(0.0), builder.fdiv(FLOAT32(LEVELS), largest))
-        levels = [_rounded(builder, half, everywhere(builder, inverse)) for half in halves]
-        for index, level in enumerate(levels):
-            words = builder.trunc(_in_order(builder, level), ir.VectorType(INT16, LANES))
-            store(builder, words, target, index * LANES * WORD)
-        nothing = builder.fmul(largest, FLOAT32(0.0))  # or NaN, if it is not finite
-        scale = builder.fadd(builder.fmul(largest, FLOAT32(1 / LEVELS)), nothing)
-        add_up = function(builder, "llvm.vector.reduce.add.v16i32", ir.FunctionType(INT32, [INTS]))
-        sums = [builder.call(add_up, [half]) for half in levels]
-        store(builder, scale, factors)
-        for place, total in enumerate((builder.add(*sums), *sums), 1):
-            scaled = builder.fmul(scale, builder.sitofp(total, FLOAT32))
-            store(builder, scaled, factors, place * FLOAT)
-        return context.get_dummy_value()
+    @intrinsic
+    def round_group(context, source, target, factors):
+        def generate(context, builder, signature, arguments):
+            source, target, factors = arguments
+            halves = [load(builder, source, FLOATS, half * LANES * FLOAT) for half in range(2)]
+            largest = _largest(builder, halves)
+            is_zero = builder.fcmp_ordered("==", largest, FLOAT32(0.0))
+            inverse = builder.select(is_zero, FLOAT32(0.0), builder.fdiv(FLOAT32(most), largest))
+            levels = [_rounded(builder, half, everywhere(builder, inverse)) for half in halves]
+            for index, level in enumerate(levels):
+                stored = _in_order(builder, level) if size == WORD else level
+                stored = builder.trunc(stored, ir.VectorType(ir.IntType(size * BYTE), LANES))
+                store(builder, stored, target, index * LANES * size)
+            _put_factors(builder, levels, largest, most, factors)
+            return context.get_dummy_value()
 
-    return types.void(source, target, factors), generate
+        return types.void(source, target, factors), generate
+
+    return round_group
+
+
+def _put_factors(builder, levels, largest, most, factors):
+    nothing = builder.fmul(largest, FLOAT32(0.0))  # or NaN, if it is not finite
+    scale = builder.fadd(builder.fmul(largest, FLOAT32(1 / most)), nothing)
+    add_up = function(builder, "llvm.vector.reduce.add.v16i32", ir.FunctionType(INT32, [INTS]))
+    sums = [builder.call(add_up, [half]) for half in levels]
+    store(builder, scale, factors)
+    for place, total in enumerate((builder.add(*sums), *sums), 1):
+        scaled = builder.fmul(scale, builder.sitofp(total, FLOAT32))
+        store(builder, scaled, factors, place * FLOAT)
 
 
 def _largest(builder, halves):
