@@ -262,7 +262,8 @@ GOOD: dict[str, dict[str, Any]] = {
 OTHER_THAN_DEFAULT: dict[str, Any] = {
     "speculativeConfig": {},
     "kvCacheMemory": "2Gi", "device": "cpu", "dtype": "bfloat16", "weightPacking": "none",
-    "activations": "q8", "cpuLevel": "avx2", "kvCacheDtype": "bfloat16", "kvCacheDisk": "1Gi", "kvKeep": "/dev/shm",
+    "activations": "q8", "cpuLevel": "avx2", "kvCacheDtype": "bfloat16", "kvCacheDisk": "1Gi",
+    "kvKeep": "/dev/shm",
     "standby": True,
     "blockSize": 32,
     "gpuMemoryUtilization": 0.5,
