@@ -150,9 +150,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     activations: Annotated[
         Literal["auto", "q8"],
         Meta(
-            description="What products with packed weights round their inputs to: auto is 16 bits, "
-            "or bfloat16 for prompts with AMX; q8 is 8 bits, as llama.cpp does, on CPUs with "
-            "AVX-512 VNNI: faster, but answers differ more."
+            description="What products with packed weights round their inputs to. auto: 16 bits; "
+            "q8: 8 bits, as llama.cpp does, on CPUs with AVX-512 VNNI: faster, but answers differ "
+            "more. With AMX, prompts are in bfloat16."
         ),
     ] = "auto"
     cpu_level: Annotated[
