@@ -291,6 +291,17 @@ CANARY_PROMISED = Rule(
     "needs a promise in spec.slo",
     ".rollout.canary.analysis.attainment",
 )
+CANARY_HANDS_OVER = Rule(
+    "!has(self.rollout.canary) || !has(self.rollout.canary.analysis.handedOver) || "
+    "has(self.prefill)",
+    lambda spec: (
+        spec.rollout.canary is None
+        or spec.rollout.canary.analysis.handed_over is None
+        or spec.prefill is not None
+    ),
+    "needs a prefill pool",
+    ".rollout.canary.analysis.handedOver",
+)
 SPEC_RULES = (
     DRAIN_OUTLIVES_LEASE,
     SLEEP_TOGETHER,
@@ -300,6 +311,7 @@ SPEC_RULES = (
     ELASTIC_PROMISED,
     ELASTIC_POOLS,
     CANARY_PROMISED,
+    CANARY_HANDS_OVER,
     *RUNTIME_RULES,
 )
 """Rules over more than one part of the spec."""

@@ -57,6 +57,7 @@ from diptych_operator.api.runtimes import (
     TRANSPORT_OF_VLLM,
 )
 from diptych_operator.api.service import (
+    CANARY_HANDS_OVER,
     CANARY_PROMISED,
     CANARY_STEPS,
     DECODE_PROMISED,
@@ -399,6 +400,16 @@ BROKEN: dict[str, Broken] = {
         },
         "spec.rollout.canary.analysis.attainment",
         CANARY_PROMISED,
+    ),
+    "a canary of one pool that hands nothing over": Broken(
+        vllm_spec(
+            rollout={
+                "type": "Canary",
+                "canary": {"steps": [{"weight": 10}], "analysis": {"handedOver": 0.9}},
+            }
+        ),
+        "spec.rollout.canary.analysis.handedOver",
+        CANARY_HANDS_OVER,
     ),
     "only prefill sleeps": Broken({"prefill": _ASLEEP}, "spec", SLEEP_TOGETHER),
     "only decode sleeps": Broken(
