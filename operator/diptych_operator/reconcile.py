@@ -23,7 +23,7 @@ from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.names import UPGRADE_ANNOTATION, metadata
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
-from diptych_operator.api.status import EventNote
+from diptych_operator.api.status import EventNote, ImagesStatus
 from diptych_operator.autoscale import Memory, autoscale
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.executor import Executor
@@ -33,7 +33,9 @@ from diptych_operator.kube.children import (
     ChildId,
     Children,
     NotOursError,
+    belongs_to,
     child_id,
+    is_orphan_of,
 )
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, Cluster
@@ -223,7 +225,10 @@ class Reconciler:
             *_kept_by_others(snapshot.children.values()),
         )
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
-        await self._report(service, observed, step, snapshot.target, desired, held=snapshot.held)
+        images = service.status.images if snapshot.held else None
+        if images is not None and not snapshot.deployments(""):  # they come back as of now
+            images = msgspec.structs.replace(images, router=service.spec.router.image)
+        await self._report(service, observed, step, snapshot.target, desired, images)
         if done.failure is not None:
             raise done.failure  # the queue tries again, with back-off
         rest = REFUSAL_S if problems else _interval(snapshot, step)
@@ -270,6 +275,8 @@ class Reconciler:
             return snapshot, Standing.Settled
         if step.phase is Phase.Failed:
             return snapshot, Standing.Failed
+        if step.unjudged:
+            return snapshot, Standing.Unjudged
         over = step.phase in (Phase.Idle, Phase.Suspended) and snapshot.at_rest
         if not self._upgrades.ended(key, at_rest=over and rendered == snapshot.last_rendered):
             return snapshot, Standing.Rolls
@@ -283,7 +290,9 @@ class Reconciler:
         pods = self._watched.pods(key)
         views = [pod_view(raw) for raw in pods]
         keys = key_sets(key_set(service), deployments)
-        in_use = keys.current in keys_in_pods(deployments, views)
+        # An earlier service's pods go with its Deployments, and need no keys of this one.
+        own = [raw for raw in deployments if belongs_to(raw, service) or is_orphan_of(raw, service)]
+        in_use = keys.current in keys_in_pods(own, views)
         made = secret_name(service, keys.current)
         holders = {pod.name for pod in views if pod.has_volumes and made in pod.key_secrets}
         current, problems = await self._current_token(service, keys.current, in_use, holders)
@@ -395,10 +404,10 @@ class Reconciler:
         step: Step,
         target: str,
         desired: Counts,
-        *,
-        held: bool = False,
+        images: ImagesStatus | None = None,
     ) -> None:
-        """Write the status if it says anything new, and then tell of what changed."""
+        """Write the status if it says anything new, and then tell of what changed. images: those
+        of pods that are held; None: those of the spec."""
         before = service.status
         after = build_status(
             service,
@@ -409,8 +418,8 @@ class Reconciler:
             desired=desired,
             now=_rfc3339(self._kube.now),
         )
-        if held:
-            after = msgspec.structs.replace(after, images=before.images)
+        if images is not None:
+            after = msgspec.structs.replace(after, images=images)
         meta = service.metadata
         self._metrics.saw((meta.namespace, meta.name), after)
         if after == before:
@@ -546,8 +555,10 @@ def _interval(snapshot: ServiceSnapshot, step: Step) -> float | None:
         return BUSY_INTERVAL_S
     scalings = (pool.autoscaling for pool in service.pools.values())
     by_load = any(scaling is not None and scaling.by == "Operator" for scaling in scalings)
-    if by_load and not snapshot.asleep:
-        return AUTOSCALE_INTERVAL_S
+    observed = snapshot.observed
+    unwell = observed.unreachable_routers or any(not report.ready for report in observed.routers)
+    if (by_load or unwell) and not snapshot.asleep:
+        return AUTOSCALE_INTERVAL_S  # no event tells of what only routers know
     router = service.spec.router
     return SECRETS_INTERVAL_S if router.api_keys or router.tls else REST_INTERVAL_S
 

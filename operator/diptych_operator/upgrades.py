@@ -89,6 +89,8 @@ class Standing(StrEnum):
     """This operator would render its pods otherwise."""
     Rolls = "Rolls"
     """It takes such a change."""
+    Unjudged = "Unjudged"
+    """The same, but its canary only waits for requests: others need not wait with it."""
     Failed = "Failed"
     """It took one and does not get on."""
 

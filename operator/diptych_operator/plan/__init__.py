@@ -24,8 +24,15 @@ from diptych_operator.plan.state import (
     in_both,
     total,
 )
-from diptych_operator.plan.strategies import alone, blue_green, canary, paired_rolling, recreate
-from diptych_operator.plan.trial import Evidence, Trial
+from diptych_operator.plan.strategies import (
+    alone,
+    blue_green,
+    canary,
+    paired_rolling,
+    recreate,
+    woken_first,
+)
+from diptych_operator.plan.trial import Evidence, Trial, has_passed
 
 __all__ = ["Evidence", "Phase", "RevisionState", "Step", "Trial", "plan"]
 
@@ -67,9 +74,10 @@ def plan(
     states = {
         state.revision: in_both(state) if state.revision in whole else state for state in revisions
     }
+    resting = states.get(evidence.stable) if _was_on_trial(target, rollout, evidence) else None
     view = RolloutView(
         target=states.pop(target, RevisionState(target)),
-        olds=tuple(old for old in states.values() if old.wanted or old.present),
+        olds=tuple(old for old in states.values() if old.wanted or old.present or old is resting),
         desired=NOTHING if suspend else desired,
         rollout=rollout,
         verify=verify,
@@ -79,7 +87,7 @@ def plan(
         routers=routers_serving,
         evidence=evidence,
     )
-    step = _suspended(view) if suspend else _step(view)
+    step = _suspended(view) if suspend else _step(view, wakes=resting is not None)
     gone = sorted(set(states) - {old.revision for old in view.olds})
     replicas = {old.revision: NOTHING for old in view.olds} | dict(step.replicas)
     return replace(
@@ -89,7 +97,7 @@ def plan(
     )
 
 
-def _step(view: RolloutView) -> Step:
+def _step(view: RolloutView, *, wakes: bool) -> Step:
     if not both(view.desired):
         serving = (view.target.revision,) if view.rollout.switches else ()
         message = "asleep: no pods until a request comes"
@@ -97,7 +105,7 @@ def _step(view: RolloutView) -> Step:
     if view.rollout.type == "Recreate":
         return recreate(view)
     if not view.living:
-        return alone(view)
+        return woken_first(view) if wakes else alone(view)
     strategies = {"BlueGreen": blue_green, "Canary": canary}
     return strategies.get(view.rollout.type, paired_rolling)(view)
 
@@ -106,5 +114,15 @@ def _suspended(view: RolloutView) -> Step:
     states = (view.target, *view.olds)
     left = total([view.as_it_is(state.revision, state.present) for state in states])
     message = f"suspended: {pods(left)} on the way out" if left else "suspended: no pods"
-    serving = (view.target.revision,) if view.rollout.switches else ()
-    return Step({view.target.revision: NOTHING}, serving, Phase.Suspended, message)
+    name = view.target.revision
+    serving = (name,) if view.rollout.switches else ()
+    # As long as it is said, the revision that served beside it is not forgotten.
+    trial = Trial(name) if any(old.revision == view.stable for old in view.olds) else None
+    return Step({name: NOTHING}, serving, Phase.Suspended, message, trial=trial)
+
+
+def _was_on_trial(target: str, rollout: Rollout, evidence: Evidence) -> bool:
+    trial = evidence.before if rollout.type == "Canary" else None
+    if trial is None or trial.revision != target:
+        return False
+    return rollout.canary is not None and not has_passed(rollout.canary, trial)

@@ -86,6 +86,8 @@ class Step:
     """Revisions without wanted or remaining pods: their objects may be deleted."""
     trial: Trial | None = None
     """Where the target stands as a canary; None if it is none."""
+    unjudged: bool = False
+    """As a canary it only waits for requests, which may never come."""
     in_place: frozenset[str] = frozenset()
     """Pools of the target whose pods make room for those of a changed template."""
 

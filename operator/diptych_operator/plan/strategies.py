@@ -37,7 +37,7 @@ from diptych_operator.plan.state import (
     total,
     with_count,
 )
-from diptych_operator.plan.trial import Trial, advance, has_passed
+from diptych_operator.plan.trial import Trial, advance, has_passed, is_unjudged
 
 
 def alone(view: RolloutView) -> Step:
@@ -205,7 +205,16 @@ def canary(view: RolloutView) -> Step:
     kept = {old.revision: old.wanted for old in view.living if _in_use(view, old.revision)}
     replicas = kept | _at_full_size(view, olds) | {name: view.desired}
     serving = tuple(sorted((name, *(old.revision for old in olds))))
-    return Step(replicas, serving, Phase.Switching, on_trial(view, how, trial), trial=trial)
+    said, unjudged = on_trial(view, how, trial), is_unjudged(how, trial, view.evidence)
+    return Step(replicas, serving, Phase.Switching, said, trial=trial, unjudged=unjudged)
+
+
+def woken_first(view: RolloutView) -> Step:
+    """What a suspended canary stood beside comes back before it, and the trial begins anew."""
+    name, stable = view.target.revision, view.stable
+    replicas = {stable: view.desired, name: NOTHING}
+    message = f"{name} waits for {stable}, beside which it is tried"
+    return Step(replicas, (stable,), Phase.Progressing, message, trial=Trial(name))
 
 
 def _can_take_over(view: RolloutView) -> bool:

@@ -72,7 +72,9 @@ class Evidence:
     def of(self, revision: str) -> Trial | None:
         """The trial of a revision that has begun, and is not to begin again."""
         trial = self.before
-        if trial is None or trial.revision != revision or (trial.failed and self.again):
+        if trial in (None, Trial(revision)) or trial.revision != revision:
+            return None
+        if trial.failed and self.again:
             return None
         return trial
 
@@ -114,6 +116,14 @@ def lacks_requests(canary: Canary, trial: Trial, evidence: Evidence) -> int:
     wanted = canary.analysis.min_requests if trial.weight else 0
     seen = _total(trial, evidence.reports)
     return max(0, wanted - seen.requests + seen.open)
+
+
+def is_unjudged(canary: Canary, trial: Trial, evidence: Evidence) -> bool:
+    """Whether its step only waits for requests, which may never come."""
+    if trial.failed or has_passed(canary, trial) or not trial.since:
+        return False
+    over = evidence.held_s >= canary.steps[trial.step].pause_seconds
+    return over and lacks_requests(canary, trial, evidence) > 0
 
 
 def _is_of(trial: Trial, report: TrialReport | None) -> bool:

@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from cluster_kit.reconciling import Store, one_pass
+from cluster_kit.reconciling import KEY, Store, one_pass, operating
 from kubernetes.aio import client
 from msgspec import structs
 from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_operator import routers
 from diptych_operator.kube.client import RIGHTS, ApiError, Kube
+from diptych_operator.reconcile import AUTOSCALE_INTERVAL_S, REST_INTERVAL_S
 from diptych_operator.routers import Polled, Routers
 from diptych_protocol.admin import RouterReport
 
@@ -247,3 +248,20 @@ async def test_one_of_an_older_release_which_answers_at_once_is_not_asked_again_
         session.follow(("ns", "svc"), ["127.0.0.1"], ["token"])
         await asyncio.sleep(0.3)
         assert len(asked) <= 1
+
+
+@pytest.mark.parametrize(
+    ("ready", "seconds"), [(True, REST_INTERVAL_S), (False, AUTOSCALE_INTERVAL_S)]
+)
+async def test_at_rest_a_router_that_is_not_ready_is_soon_asked_again(
+    ready: bool, seconds: float
+) -> None:
+    """No event tells that it is: the kubelet may not have noticed that it was not."""
+    store = Store()
+    store.spec = {"transfer": {"verify": "Off"}}
+    store.reports = [structs.replace(REPORT, ready=ready)]
+    async with operating(store) as reconciler:
+        for _ in range(2):
+            await reconciler.reconcile(KEY)
+            store.settle()
+        assert await reconciler.reconcile(KEY) == seconds

@@ -116,7 +116,7 @@ class Fleet:
         self.status: dict[str, str] = {}
         self.stable = "a"
         self.told: list[tuple[tuple[str, ...], Trial | None]] = [(("a",), None)] * 2
-        self.again = False
+        self.again = self.suspend = False
 
     def weights(self) -> list[int]:
         """Percent of new requests that go to `b`, by each router."""
@@ -135,7 +135,7 @@ class Fleet:
         ]
         step = plan(
             self.target, SIZE, self.rollout, list(self.states.values()), verify=True, failed=False,
-            routers_serving=[serving for serving, _ in self.told], suspend=False,
+            routers_serving=[serving for serving, _ in self.told], suspend=self.suspend,
             evidence=Evidence(self.stable, before, LATER, held_s, reports, again=self.again),
         )  # fmt: skip
         self.status = step.trial.text() if step.trial else {}
@@ -143,8 +143,12 @@ class Fleet:
         on_trial = step.trial if len(step.serving) > 1 else None
         for router in follow:
             self.told[router] = step.serving, on_trial
-        self.states = {name: running(name, counts) for name, counts in step.replicas.items()}
-        if step.serving == (self.target,):
+        self.states = {
+            name: replace(running(name, counts), verified=name == self.stable or bool(counts))
+            for name, counts in step.replicas.items()
+            if name not in step.removable
+        }
+        if step.serving == (self.target,) and step.replicas[self.target]:
             self.stable = self.target
         return step
 
@@ -234,6 +238,53 @@ def test_a_newer_change_begins_its_own_trial_beside_the_revision_that_served() -
     while fleet.target not in step.serving:
         step = fleet.step(GOOD)
     assert (step.serving, step.trial) == (("a", "c"), Trial("c", weight=10))
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_suspended_canary_comes_back_beside_the_revision_that_served(failed: bool) -> None:
+    """And from its first step on, however long there were no pods."""
+    fleet = Fleet()
+    while fleet.weights() != [50, 50]:
+        fleet.step(GOOD)
+    if failed:
+        fleet.step({"requests": 9, "failed": 9})
+    fleet.suspend = fleet.again = True
+    for _ in range(4):
+        step = fleet.step({})
+    assert (step.phase, step.removable, any(map(bool, step.replicas.values()))) == (
+        Phase.Suspended, (), False,
+    )  # fmt: skip
+    fleet.suspend, fleet.again = False, True
+    step = fleet.step({})
+    assert (step.serving, step.replicas) == (("a",), {"a": SIZE, "b": Counts(0, 0)})
+    weights: list[int] = []
+    for _ in range(20):
+        step = fleet.step(GOOD)
+        weights += [w for w in fleet.weights()[:1] if w not in weights[-1:]]
+    assert weights == [0, 10, 50, 100]
+    assert (step.phase, set(fleet.states)) == (Phase.Idle, {"b"})
+
+
+def test_what_a_suspended_canary_stood_beside_is_forgotten_with_its_spec() -> None:
+    fleet = Fleet()
+    while fleet.weights() != [10, 10]:
+        fleet.step(GOOD)
+    fleet.suspend = True
+    for _ in range(3):
+        fleet.step({})
+    fleet.target = "c"
+    assert fleet.step({}).removable == ("a", "b")
+
+
+def test_a_canary_that_only_waits_for_requests_says_so() -> None:
+    """An upgrade of other services need not wait for what may never come."""
+    fleet = Fleet()
+    told = []
+    for counts, held_s in (({}, 59.0), ({}, 60.0), (GOOD, 60.0)):
+        while "since" not in fleet.status:
+            fleet.step({})
+        told.append(fleet.step(counts, held_s=held_s).unjudged)
+    assert told == [False, True, False]
 
 
 def test_a_canary_that_loses_a_pool_fails() -> None:

@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
+import msgspec
 import pytest
 from aiohttp import web
-from cluster_kit.reconciling import KEY, Object, Store, serving
+from cluster_kit.reconciling import KEY, Object, Store, StoresRouters, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
@@ -20,9 +21,9 @@ from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import REST_INTERVAL_S, Reconciler
-from diptych_operator.routers import Routers
 from diptych_operator.upgrades import Place, Rendered, Standing, Upgrades, turns
 from diptych_operator.windows import RolloutWindow
+from diptych_protocol.admin import RouterReport, TrialReport
 
 NOW = datetime(2026, 12, 4, 12, tzinfo=UTC)
 """A Friday, noon."""
@@ -31,6 +32,13 @@ keys = st.tuples(st.just("ns"), st.text("abc", min_size=1, max_size=3))
 fleets = st.dictionaries(
     keys, st.builds(Place, st.sampled_from(Standing), st.integers(0, 5), st.booleans())
 )
+
+
+def router_report(serving: list[str], trial: TrialReport | None = None) -> RouterReport:
+    return RouterReport(
+        ready=True, reason="", open_requests=0, held_requests=0, serving_revisions=serving,
+        engines=[], canaries=[], trial=trial,
+    )  # fmt: skip
 
 
 # --- whose turn it is -------------------------------------------------------------------------
@@ -112,7 +120,7 @@ class Life:
 
     @asynccontextmanager
     async def begun(self) -> AsyncIterator[Reconciler]:
-        async with serving(self.store) as self.kube, Routers() as routers:
+        async with serving(self.store) as self.kube, StoresRouters(self.store) as routers:
             yield Reconciler(
                 self.kube,
                 self.store,  # type: ignore[arg-type]
@@ -182,6 +190,10 @@ async def test_routers_that_somebody_deletes_come_back_and_the_engines_wait_on(
     del store.objects[router]
     await life.passes(2)
     assert images(store) == {"engine:old", "router:new"}
+    assert store.service(KEY)["status"]["images"] == {
+        "engine": "engine:old",
+        "router": "router:new",
+    }
     assert life.pending
     await Life(store, NEW, 1).passes(2)
     assert images(store) == {"engine:old", "engine:new", "router:new"}, "its turn"
@@ -234,6 +246,32 @@ async def test_an_upgrade_ends_with_the_old_pods() -> None:
         assert life.upgrades.places[KEY].standing is Standing.Settled
 
 
+async def test_a_canary_without_requests_keeps_no_other_service_waiting() -> None:
+    store = Store()
+    canary = {"steps": [{"weight": 10, "pauseSeconds": 0}]}
+    store.spec = {"transfer": {"verify": "Off"}, "rollout": {"type": "Canary", "canary": canary}}
+    store.reports = [router_report([])]
+    for _ in range(2):
+        await Life(store, OLD, 1).passes()
+        store.settle()
+    life, other = Life(store, NEW, 1), ("ns", "other")
+    known = {KEY, other}
+    async with life.begun() as reconciler:
+        for _ in range(10):
+            await reconciler.reconcile(KEY)
+            store.settle()
+            told = next(o for p, o in store.objects.items() if p.endswith("configmaps/svc-serving"))
+            said = msgspec.json.decode(told["data"]["serving.json"])
+            name = said.get("canary", "")
+            trial = TrialReport(revision=name, weight=said.get("weight", 0)) if name else None
+            store.reports = [router_report(said["revisions"], trial)]
+            life.upgrades.places[other] = Place()
+            if life.upgrades.take(other, 1, known, NOW):
+                break
+        assert store.service(KEY)["status"]["rollout"]["canary"]["weight"] == "10"
+        assert life.upgrades.places[KEY].standing is Standing.Unjudged
+
+
 async def test_the_word_of_the_user_takes_what_is_pending(store: Store) -> None:
     await Life(store, NEW, 0).passes()
     store.annotations = {UPGRADE_ANNOTATION: "now"}
@@ -276,6 +314,7 @@ async def clocked() -> Clocked:
     """A service that rests, on a Friday at noon."""
     store = Clocked()
     store.spec = {"transfer": {"verify": "Off"}}
+    store.reports = [router_report([])]
     for _ in range(2):
         await Life(store, OLD, 1).passes()
         store.settle()

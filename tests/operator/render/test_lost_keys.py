@@ -57,6 +57,21 @@ async def test_keys_that_running_pods_have_are_reported_as_lost_until_they_are_b
     assert store.condition("Degraded")["reason"] != "KeysLost"
 
 
+async def test_an_earlier_services_pods_are_waited_for_and_not_told_as_lost_keys(
+    store: Store,
+) -> None:
+    """The service was deleted and made anew, and its Secret went before its Deployments."""
+    await one_pass(store)
+    store.start_pods()
+    (name,) = store.names("secrets")
+    del store.objects[f"{SECRETS}/{name}"]
+    store.uid = "u2"
+    await one_pass(store)
+    degraded = store.condition("Degraded")
+    assert degraded["reason"] == "OperatorProblem"
+    assert f"pods have an earlier Secret {name}" in degraded["message"]
+
+
 SPOILED: tuple[Object, ...] = (
     {},
     {"admin-token": ""},
