@@ -52,6 +52,13 @@ def raw(generation: int = 7, observed: int = 7, **conditions: tuple[str, str, st
     }  # fmt: skip
 
 
+def deleted(*finalizers: str) -> Any:
+    """It waits for whoever put the finalizers on it."""
+    service = raw(generation=8)
+    service["metadata"] |= {"deletionTimestamp": SINCE, "finalizers": [*finalizers]}
+    return service
+
+
 def shown(picture: RenderableType) -> str:
     console = Console(file=io.StringIO(), width=200)
     console.print(picture)
@@ -70,13 +77,14 @@ def lines(picture: RenderableType) -> list[str]:
 def test_the_listing_has_a_line_for_each_service() -> None:
     down = raw(Available=("False", "DecodeNotReady", "no"))
     new = {"metadata": {"name": "new", "namespace": "ns", "generation": 1}, "spec": {}}
-    views = [view.service_view(item) for item in (raw(), down, new)]
+    views = [view.service_view(item) for item in (raw(), down, new, deleted())]
     head, *rows = lines(view.listing(views, everywhere=True))
     assert head == "NAMESPACE NAME AVAILABLE REASON PREFILL DECODE ROUTER KV REVISION"
     assert rows == [
         "ns svc yes Serving 1/1 2/2 1/1 yes aaaaaaaa -> bbbbbbbb",
         "ns svc no DecodeNotReady 1/1 2/2 1/1 yes aaaaaaaa -> bbbbbbbb",
         "ns new ? NotReported - - - ? -",
+        "ns svc ? BeingDeleted 1/1 2/2 1/1 yes aaaaaaaa -> bbbbbbbb",
     ]
     assert "NAMESPACE" not in shown(view.listing(views))
 
@@ -109,6 +117,11 @@ def test_the_details_say_everything() -> None:
         (raw(generation=8), "spec is at 8: no operator has looked yet. Is it running? kubectl get"),
         ({"metadata": {"name": "svc"}, "status": {}}, "No operator has reported"),
         ({"metadata": {"name": "svc"}, "status": {"conditions": "odd"}}, "No operator"),
+        (
+            deleted("foregroundDeletion"),
+            "being deleted, and the operator no longer looks after it.",
+        ),
+        (deleted("x.io/f"), "The finalizer x.io/f keeps it: let its owner end, or take it off."),
     ],
 )
 def test_a_status_that_is_not_up_to_date_is_said_to_be_so(item: Any, words: str) -> None:

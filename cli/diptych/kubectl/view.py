@@ -31,11 +31,14 @@ class ServiceView:
     generation: int
     model: str
     status: Status
+    kept_by: tuple[str, ...] | None = None
+    """The finalizers of one that is being deleted; None: it is not."""
 
     @property
     def reported(self) -> bool:
-        """Whether an operator has processed the newest spec."""
-        return bool(self.status.conditions) and self.status.observed_generation >= self.generation
+        """Whether an operator has processed the newest spec. It looks at none that is deleted."""
+        looked = bool(self.status.conditions) and self.kept_by is None
+        return looked and self.status.observed_generation >= self.generation
 
     def condition(self, kind: str) -> Condition | None:
         return next((c for c in self.status.conditions if c.type == kind), None)
@@ -54,6 +57,7 @@ def service_view(raw: Raw) -> ServiceView:
         generation=int(meta.get("generation", 0)),
         model=str((spec.get("model") or {}).get("uri", "")),
         status=status,
+        kept_by=tuple(meta.get("finalizers") or ()) if meta.get("deletionTimestamp") else None,
     )
 
 
@@ -87,12 +91,13 @@ def listing(views: Sequence[ServiceView], *, everywhere: bool = False) -> Render
         wrap=("REASON",),
     )
     for view in views:
-        available = view.condition("Available")
+        available = view.condition("Available") if view.kept_by is None else None
+        unknown = "NotReported" if view.kept_by is None else "BeingDeleted"
         table.add_row(
             *((escape(view.namespace),) if everywhere else ()),
             escape(view.name),
             _word(available),
-            escape(available.reason if available else "NotReported"),
+            escape(available.reason if available else unknown),
             *(escape(_pool(view, role).summary or "-") for role in POOLS),
             _word(view.condition("KVTransferVerified")),
             escape(_revisions(view.status)),
@@ -118,6 +123,14 @@ def details(view: ServiceView) -> RenderableType:
 
 def unreported(view: ServiceView) -> str:
     """Explain why the status does not describe the newest spec."""
+    if view.kept_by is not None:
+        told = "It is being deleted, and the operator no longer looks after it."
+        # Kubernetes' own have no slash, and go by themselves.
+        if others := [name for name in view.kept_by if "/" in name]:
+            told += (
+                f" The finalizer {', '.join(others)} keeps it: let its owner end, or take it off."
+            )
+        return told
     told = "No operator has reported on this service."
     if view.status.conditions:
         told = (

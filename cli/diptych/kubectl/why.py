@@ -39,6 +39,8 @@ def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> ServiceExplanati
     if not view.reported:
         cause = Cause("The status is not up to date", unreported(view))
         headline = f"{name}: nothing is known of its newest spec."
+        if view.kept_by is not None:
+            headline = f"{name} is being deleted."
         return ServiceExplanation(False, headline, (cause,), tuple(_newest(view.name, warnings)))
     causes = tuple(_causes(view))
     available = _is(view, "Available", "True")

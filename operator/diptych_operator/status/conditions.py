@@ -199,6 +199,8 @@ def _failure(seen: Situation) -> str:
     causes = [findings[0] for role in ROLES if (findings := seen.findings[role])]
     if causes:
         cause = max(causes, key=lambda finding: finding.severity).message
+    elif seen.step.trial is not None:
+        return seen.step.message  # what its requests showed; its pods may be well
     elif failed := failures(seen.observed, (seen.target,)):
         cause = failed[0]
     else:

@@ -306,6 +306,10 @@ def _unschedulable(pod: PodView) -> Finding:
 _POD_REFUSED = re.compile(r'^pods? "[^"]*" (?:is forbidden|is invalid): ', re.I)
 
 
+_LIMIT_RANGE = re.compile(
+    r"(?:minimum|maximum) \S+ usage per|max limit to request ratio|must be less than or equal to"
+)
+"""Its limits, and those that it gives to containers that have only requests."""
 _NO_PART = re.compile(
     r"(?P<kind>serviceaccount|PriorityClass|RuntimeClass)(?: with name)? "
     r"\"?(?P<name>[\w.-]+)\"?(?: was)? (?:not )?found",
@@ -326,6 +330,8 @@ def _refused(view: DeploymentView) -> Finding:
         remedy = f"Raise the namespace's ResourceQuota, or lower {spec}.resources."
     elif "must specify" in says:
         remedy = f"Say in {spec}.resources what it names."
+    elif _LIMIT_RANGE.search(says):
+        remedy = f"Say in {spec}.resources what the namespace's LimitRange allows, or change that."
     elif found := _NO_PART.search(says):
         remedy = (
             f'Create the {_PARTS[found["kind"].lower()]} "{found["name"]}", or '

@@ -376,6 +376,18 @@ def test_a_router_waits_for_the_volume_of_its_batches() -> None:
             "failed quota: q: must specify requests.cpu",
             "Say in spec.decode.resources what it names.",
         ),
+        (
+            'pods "svc-decode-7c9d-klmno" is forbidden: minimum memory usage per Container is 8Gi, '
+            "but request is 256Mi",
+            "minimum memory usage per Container is 8Gi",
+            "Say in spec.decode.resources what the namespace's LimitRange allows, or change that.",
+        ),
+        (
+            'Pod "svc-decode-7c9d-klmno" is invalid: spec.containers[0].resources.requests: '
+            'Invalid value: "256Mi": must be less than or equal to memory limit',
+            "spec.containers[0].resources.requests: Invalid value",
+            "Say in spec.decode.resources what the namespace's LimitRange allows, or change that.",
+        ),
     ],
 )
 def test_pods_that_cannot_be_created_at_all(message: str, says: str, remedy: str) -> None:

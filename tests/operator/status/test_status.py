@@ -687,6 +687,13 @@ def test_a_rollout_that_fails_is_told_once() -> None:
     assert events_between(failed, failed) == []
 
 
+def test_a_canary_that_fails_is_told_with_what_its_requests_showed_and_no_other_remedy() -> None:
+    said = f"{NEW} failed as a canary: 3 of 9 requests failed (analysis.errors); change the spec"
+    step = replace(phase(Phase.Failed, said, (OLD,)), trial=Trial(NEW, failed="3 of 9"))
+    failed = Case(observed=HALF, step=step, previous=BEFORE).at(T1)
+    assert [c.message for c in failed.conditions if c.type == "Progressing"] == [said]
+
+
 def test_a_broken_hinge_is_told_and_a_suspension_is_no_warning() -> None:
     broken = router(canary(**BROKEN), engines=[engine("d0", verified=False)])
     lost = Case(observed=given_pods(*PODS, routers=(broken,)), previous=RESTED).at(T1)
