@@ -32,6 +32,8 @@ class Certificate:
         self.complaint = ""
         """Why the pair that is there now is not the one in use; empty if it is."""
         self._ends: datetime | None = None
+        self._told = ""
+        """Which end of a certificate the log has told of."""
         self.context = _new_context()
         try:
             self._load()
@@ -52,8 +54,11 @@ class Certificate:
     def refresh(self) -> bool:
         """Read the pair if it has changed; True if there is a new one.
 
-        A pair that does not match changes nothing, and is logged once.
+        A pair that does not match changes nothing, and is logged once, as is the end of one.
         """
+        if (ended := self.expired) and ended != self._told:
+            log.error("%s: the certificate ended at %s; renew it", self._directory, ended)
+        self._told = ended
         try:
             if self._look() == self._mark:
                 self.complaint = ""
