@@ -48,7 +48,7 @@ class Controls:
         """
         self._close_gate(mode)
         return self._core.deferred.when(
-            self._at_rest, self.forget_everything if clear_cache else _nothing
+            self._at_rest, self._forget_computed if clear_cache else _nothing
         )
 
     def resume_generation(self) -> None:
@@ -166,8 +166,7 @@ class Controls:
         if connector is not None:
             connector.revoke_all()
         if reset_running_requests:
-            self._forget_kv()
-            self._clear_store()
+            self._forget_computed()
             return True
         scheduler, store = self._core.scheduler, self._core.hand_offs.store
         if connector is None and store is None:
@@ -217,6 +216,10 @@ class Controls:
         """
         self._forget_kv()
         self._retire_store()
+
+    def _forget_computed(self) -> None:
+        self._forget_kv()
+        self._clear_store()
 
     def _clear_store(self) -> None:
         if self._core.hand_offs.store is not None:
@@ -269,6 +272,7 @@ class Controls:
         """
         if method.startswith("_"):
             raise InvalidRequestError(f"the worker method {method!r} is not for clients")
+        self._retire_store()  # it may write to the weights
         try:
             results = self._core.runner.collective_rpc(method, args, kwargs)
             wire.encoder.encode(results)

@@ -295,15 +295,24 @@ def test_when_weights_may_have_changed_nothing_more_is_read_or_written(
     assert (engine.core.stats().disk_blocks_written > written) == same_weights
 
 
-@pytest.mark.parametrize("reset_running_requests", [False, True])
+@pytest.mark.parametrize(
+    "reset",
+    [
+        lambda controls: controls.reset_prefix_cache(),
+        lambda controls: controls.reset_prefix_cache(reset_running_requests=True),
+        lambda controls: controls.pause_generation(clear_cache=True),
+    ],
+)
 def test_a_reset_removes_what_is_on_disk_and_what_comes_is_kept_again(
-    engine: Engine, cache: Path, reset_running_requests: bool
+    engine: Engine, cache: Path, reset: Callable[[Controls], object]
 ) -> None:
     expected, _ = engine.answer()
     former = {path.stat().st_ino for path in blocks_in(cache)}
-    done = Controls(engine.core).reset_prefix_cache(reset_running_requests)
+    controls = Controls(engine.core)
+    done = reset(controls)
     engine.core.deferred.settle()
-    assert done is True or (isinstance(done, Future) and done.result(0))
+    assert done is True or (isinstance(done, Future) and done.result(0) is not False)
+    controls.resume_generation()
     assert engine.core.stats().disk_blocks == 0
     assert engine.answer(name="again") == (expected, 0)
     later = {path.stat().st_ino for path in blocks_in(cache)}

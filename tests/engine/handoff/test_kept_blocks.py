@@ -33,7 +33,8 @@ from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
 
 BLOCKS, BYTES, RANKS = 16, 96, 2
 BLOCK = 16
-PROMPT = prompt_of(3, 4 * BLOCK + 5)
+PROMPT, OTHER = prompt_of(3, 4 * BLOCK + 5), prompt_of(4, 4 * BLOCK + 5)
+EXTENSION = "engine_kit.worker_extension:Extension"
 NUM_DAMAGED = 1000
 NAMES: list[Name] = [bytes([n]) * 16 for n in range(12)]
 NAMES += [(name, 1) for name in NAMES[:4] if isinstance(name, bytes)]
@@ -394,14 +395,42 @@ def test_a_core_goes_on_with_what_the_one_before_it_had_computed(tmp_path: Path,
     assert not [path for path in keep.rglob("*") if path.is_file()]
 
 
-def test_new_weights_end_what_was_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda controls: controls.forget_everything(),
+        lambda controls: controls.collective_rpc("echo", [], {}),
+    ],
+)
+def test_weights_that_may_be_new_end_what_was_kept(
+    tmp_path: Path, change: Callable[[Controls], object]
+) -> None:
+    settings: dict[str, Any] = {"kv_keep": str(tmp_path), "worker_extension": EXTENSION}
+    cores = [make_core(**settings)]
+    answer(cores[0])
+    change(Controls(cores[0]))
+    answer(cores[0], OTHER)
+    fail(cores)
+    core = make_core(**settings)
+    assert answer(core)[1] == 0
+    assert answer(core, OTHER)[1] == 0
+    core.close()
+
+
+def test_a_pause_that_clears_the_cache_keeps_what_is_computed_then(tmp_path: Path) -> None:
     cores = [make_core(kv_keep=str(tmp_path))]
-    answer(cores[0])
-    Controls(cores[0]).forget_everything()
-    answer(cores[0])
+    answer(cores[0], OTHER)
+    expected, _ = answer(cores[0])
+    controls = Controls(cores[0])
+    controls.pause_generation(clear_cache=True)
+    cores[0].deferred.settle()
+    controls.resume_generation()
+    assert answer(cores[0]) == (expected, 0)
+    del controls
     fail(cores)
     core = make_core(kv_keep=str(tmp_path))
-    assert answer(core)[1] == 0
+    assert answer(core) == (expected, 4 * BLOCK)
+    assert answer(core, OTHER)[1] == 0
     core.close()
 
 
