@@ -265,6 +265,13 @@ class BlockPool:
             self._forget(block)
         return True
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Have nobody else find what these held blocks contain."""
+        self._pins.drop(block_ids)
+        for block in block_ids:
+            if block != NULL_BLOCK:
+                self._forget(block)
+
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:

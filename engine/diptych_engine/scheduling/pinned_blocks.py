@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Final
 
@@ -73,6 +73,16 @@ class PinnedBlocks:
                 self._end(block, mine, freed)
         if mine:
             self._of[tenant] = mine
+        return freed
+
+    def drop(self, block_ids: Collection[int]) -> list[int]:
+        """End all pins of these blocks."""
+        freed = list[int]()
+        for tenant, mine in list(self._of.items()):
+            for block in mine.keys() & block_ids:
+                self._end(block, mine, freed)
+            if not mine:
+                del self._of[tenant]
         return freed
 
     def give_up(self, count: int) -> list[int]:

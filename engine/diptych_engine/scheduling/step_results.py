@@ -67,12 +67,16 @@ def apply_results(
         if share.samples:
             output = _accept_token(request, result, position, end)
             generated += output.error is None
+            if output.error == NO_NUMBERS:
+                prefixes.pool.forget(request.block_ids)  # the next request shall not go on with it
             if share.guess is not None:
                 _join(outputs[-1].output, output)
                 continue
         elif result.pooled is not None and request.request_id in result.pooled:
             vectors = result.pooled[request.request_id]
             request.finish_reason = FinishReason.ERROR if vectors is None else FinishReason.STOP
+            if vectors is None:
+                prefixes.pool.forget(request.block_ids)
             output = EngineCoreOutput(
                 request.request_id,
                 [],

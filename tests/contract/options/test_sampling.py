@@ -105,6 +105,27 @@ def test_what_is_computed_of_no_numbers_is_no_answer_and_spares_others() -> None
     assert made["whole"][-1].finish_reason is FinishReason.LENGTH
 
 
+def test_what_is_no_number_is_not_found_by_the_next_request() -> None:
+    """The request's own blocks, and those that it has found, which a session has pinned."""
+    core = make_core()
+    prompt, block = PROMPT * 8, core.scheduler.prefixes.block_size
+    plain = generate(core, prompt, max_tokens=4)
+    again = core_request("broken", prompt, max_tokens=100)
+    core.add(again, CLIENT)
+    step(core)
+    request = core.scheduler.requests["broken"]
+    assert (request.num_cached_tokens or 0) >= block
+    core.scheduler.pool.pin(core.scheduler.prefixes.lookup_hashes(request), "somebody", 60.0)
+    assert core.scheduler.pool.num_pinned
+    runner_of(core).kv_cache[request.block_ids] = float("nan")
+    [output] = step(core)
+    assert output.finish_reason is FinishReason.ERROR
+    core.scheduler.pool.check_integrity()
+    assert not core.scheduler.pool.num_pinned
+    [outputs] = run(core, core_request("next", prompt, max_tokens=4)).values()
+    assert (tokens(outputs), outputs[0].num_cached_tokens) == (plain, 0)
+
+
 # --- bad words ------------------------------------------------------------------------------------
 
 
