@@ -227,6 +227,8 @@ class KeptAnswer(msgspec.Struct, array_like=True):
     nor the next."""
     num_cached_tokens: int = 0
     """As its client was told of the prompt."""
+    is_unpaid: bool = False
+    """The router that told it was lost with its bill."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):

@@ -221,8 +221,8 @@ def router_that_asks_for_a_kept_answer_anew(patch: pytest.MonkeyPatch) -> None:
 def engine_that_keeps_a_prefill_as_a_whole_answer(patch: pytest.MonkeyPatch) -> None:
     honest = KeptAnswers.keep
 
-    def keep(self: KeptAnswers, request: Request) -> None:
-        honest(self, replace(request, kv_transfer=None))
+    def keep(self: KeptAnswers, request: Request, **options: bool) -> None:
+        honest(self, replace(request, kv_transfer=None), **options)
 
     patch.setattr(KeptAnswers, "keep", keep)
 

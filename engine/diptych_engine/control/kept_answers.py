@@ -27,6 +27,7 @@ class _Kept:
     tokens: array[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    is_unpaid: bool
 
 
 class KeptAnswers:
@@ -37,7 +38,7 @@ class KeptAnswers:
         self._num_tokens = 0
         self._clock = clock
 
-    def keep(self, request: Request) -> None:
+    def keep(self, request: Request, *, is_unpaid: bool = False) -> None:
         """Keep the answer of a request that has ended here, in place of what its name stood for."""
         self._drop(request.kept_as)
         output = array("i", request.token_ids[request.num_prompt_tokens :])
@@ -48,7 +49,9 @@ class KeptAnswers:
         if reason not in FINAL or (handed_over and reason is FinishReason.LENGTH):
             reason = stop = None
         until = self._clock() + KEEP_S
-        self.by_name[request.kept_as] = _Kept(request.tenant, until, output, reason, stop)
+        self.by_name[request.kept_as] = _Kept(
+            request.tenant, until, output, reason, stop, is_unpaid
+        )
         self._num_tokens += max(len(output), LEAST_TOKENS)
         while self._num_tokens > MOST_TOKENS:
             self._drop(next(iter(self.by_name)))
@@ -59,7 +62,9 @@ class KeptAnswers:
         kept = self.by_name.get(name)
         if kept is None or kept.tenant != tenant:
             return None
-        return KeptAnswer(kept.tokens.tolist(), kept.finish_reason, kept.stop_reason)
+        return KeptAnswer(
+            kept.tokens.tolist(), kept.finish_reason, kept.stop_reason, is_unpaid=kept.is_unpaid
+        )
 
     def forget_old(self) -> None:
         """Forget what was kept for long enough."""

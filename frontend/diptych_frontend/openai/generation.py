@@ -139,11 +139,12 @@ class Job:
 
     @property
     def num_paid(self) -> int:
-        """How many tokens were billed when the client asked for the first time, unless that router
-        was killed: its prompt's, and those that it has of the answer. An output of which it lacks
-        events is billed again."""
+        """How many tokens were billed when the client asked for the first time: its prompt's, and
+        those that it has of the answer. An output of which it lacks events is billed again."""
         kept = self.options.get("kept")
-        return self.num_prompt_tokens + kept.num_told if kept and kept.num_told else 0
+        if kept is None or kept.is_unpaid or not kept.num_told:
+            return 0
+        return self.num_prompt_tokens + kept.num_told
 
     def engine_id(self, prompt_index: int) -> str:
         """Return the engine's request id for one of the prompts."""

@@ -131,7 +131,7 @@ def choose_kept(
             status=409,
             code="another_answer",
         )
-    kept = max(fitting, key=lambda kept: (len(kept.token_ids), kept.finish_reason is not None))
+    kept = max(fitting, key=lambda x: (len(x.token_ids), x.finish_reason is not None, x.is_unpaid))
     kept.num_told = max(num_told - int(read["begun"]), 0)
     kept.num_cached_tokens = ids.num_cached_tokens
     return ids, kept

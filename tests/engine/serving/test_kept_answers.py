@@ -35,7 +35,7 @@ def test_what_a_lost_client_had_asked_to_keep_is_ended_and_kept(core: EngineCore
     assert not core.scheduler.unfinished
     known = tokens([output for output in made if output.request_id == "kept"])
     assert known
-    assert core.take_kept("kept", "ann") == KeptAnswer(known)
+    assert core.take_kept("kept", "ann") == KeptAnswer(known, is_unpaid=True)
     assert core.take_kept("kept", "bob") is None
     assert core.take_kept("", "ann") is None
     assert list(core.kept.by_name) == ["kept"]

@@ -175,8 +175,9 @@ def id_of(event: str) -> tuple[str, int]:
     return last_id, int(last_id.split(".")[1])
 
 
-async def test_the_rest_is_billed_and_what_was_told_is_not(
-    engine: Scripted, renderer: TextRenderer, tmp_path: Path, eventually: Any
+@pytest.mark.parametrize("is_unpaid", [False, True])
+async def test_the_rest_is_billed_and_what_was_told_only_if_its_router_was_lost(
+    engine: Scripted, renderer: TextRenderer, tmp_path: Path, eventually: Any, is_unpaid: bool
 ) -> None:
     """The limit has room for the whole answer and for the rest of it, to the token."""
     engine.tokens = renderer.tokenize(TEXT, add_special_tokens=False)
@@ -202,13 +203,14 @@ async def test_the_rest_is_billed_and_what_was_told_is_not(
         transport=httpx.ASGITransport(app), base_url="http://test"
     ) as http:
         whole = await events_of(http, body, **key)
-        usage = as_read(whole).usage
+        usage, all_tokens = as_read(whole).usage, await used()
         [last_id] = [id_of(x)[0] for x in whole if x[:3] == "id:" and id_of(x)[1] == num_told]
         for known in (num_told, num_told + 2, num_all):
-            kept = KeptAnswer(engine.tokens[:known])
+            kept = KeptAnswer(engine.tokens[:known], is_unpaid=is_unpaid)
             kept.finish_reason = FinishReason.LENGTH if known == num_all else None
-            engine.found = [kept]
-            wanted = await used() + num_all - num_told
+            engine.found = [KeptAnswer(engine.tokens[:known]), kept][: 1 + is_unpaid]
+            engine.found[0].finish_reason = kept.finish_reason
+            wanted = await used() + (all_tokens if is_unpaid else num_all - num_told)
             limits["ann"] = Limits(token_budget=wanted)
             rest = as_read(await events_of(http, body, **key, **{"last-event-id": last_id}))
             assert rest.usage == usage, "the client is told of the whole answer"
