@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import resource
+from collections import deque
 from typing import Any, Final
 
 import httptools
@@ -156,6 +157,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """When the wait for the next headers began, by the event loop's clock; infinity while none
         are awaited."""
         self._unanswered: list[RequestResponseCycle] = []
+        self._last_words = b""
+        """The answer to what is no request, after which nothing is read."""
         self._fault: InvalidRequestError | None = None
         """Why the parser was stopped."""
         self._unread = 0
@@ -185,6 +188,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         # As uvicorn, but a stranger's nonsense is no warning, of which he could write any number.
         self._unset_keepalive_if_required()
+        if self._last_words:
+            return
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
@@ -267,12 +272,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(self._fault or InvalidRequestError(f"this is not HTTP: {msg}"))
 
     def _refuse(self, exc: InvalidRequestError | EngineOverloadedError) -> None:
-        """Answer in OpenAI's form if that is possible still, and close."""
-        for cycle in self._unanswered:
-            if cycle.response_started and not cycle.response_complete:
+        """Answer in OpenAI's form, after the requests that were whole, and close."""
+        broken = self.cycle if self.cycle is not None and self.cycle.more_body else None
+        if broken is not None and not broken.response_complete:
+            if broken.response_started:
                 self.transport.abort()
                 return
-            cycle.disconnected = True  # it writes nothing any more
+            broken.disconnected = True  # it writes nothing any more
+            self.pipeline = deque(each for each in self.pipeline if each[0] is not broken)
         answer = error_answer(exc, "")
         body = OPENAI.body(answer, "")
         headers = (
@@ -282,8 +289,18 @@ class LimitedProtocol(HttpToolsProtocol):
             *answer.headers,
         )
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
-        self.transport.write(b"".join((STATUS_LINE[answer.status], *lines, b"\r\n", body)))
-        self.transport.close()
+        self._last_words = b"".join((STATUS_LINE[answer.status], *lines, b"\r\n", body))
+        self._end_if_answered()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._end_if_answered()
+
+    def _end_if_answered(self) -> None:
+        answered = all(x.response_complete or x.disconnected for x in self._unanswered)
+        if self._last_words and answered and not self.transport.is_closing():
+            self.transport.write(self._last_words)
+            self.transport.close()
 
     def sweep(self, now: float) -> None:
         """Close the connection if its client is too slow. Called about once a second."""

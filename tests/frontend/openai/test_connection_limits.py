@@ -17,7 +17,11 @@ from waits import FOR_EVER_S, PATIENCE_S
 from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai import connection_limits, server
-from diptych_frontend.openai.connection_limits import Connections, raise_descriptor_limit
+from diptych_frontend.openai.connection_limits import (
+    MAX_PIPELINED,
+    Connections,
+    raise_descriptor_limit,
+)
 
 REQUEST = b"GET /version HTTP/1.1\r\nHost: x\r\n"
 
@@ -141,11 +145,32 @@ async def test_requests_sent_ahead_are_bounded(engine: Any, serve: Any, eventual
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     async with serve(build_app(engine)) as url:
-        answer = await answer_to(url, whole * 100)
-        assert answer.startswith(b"HTTP/1.1 400"), answer
-        assert b"sent ahead" in answer
-        await eventually(lambda: not engine.running)
-        assert len(engine.seen) <= 1
+        asking = asyncio.create_task(answer_to(url, whole * 100))
+        await eventually(lambda: len(engine.seen) == 1)
+        engine.gate.set()
+        answer = await asking
+        assert answer.count(b"HTTP/1.1 200") == len(engine.seen) == 1 + MAX_PIPELINED, answer
+        assert b"sent ahead" in answer[answer.rindex(b"HTTP/1.1 400") :]
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"get /health HTTP/1.1\r\n\r\n", REQUEST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"],
+    ids=["no request", "no body"],
+)
+async def test_requests_before_nonsense_are_answered_first(
+    engine: Any, serve: Any, eventually: Any, nonsense: bytes
+) -> None:
+    engine.gate.clear()
+    body = b'{"model": "echo", "prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    async with serve(build_app(engine)) as url:
+        asking = asyncio.create_task(answer_to(url, whole * 2 + nonsense, whole))
+        await eventually(lambda: len(engine.seen) == 1)
+        engine.gate.set()
+        answer = await asking
+    assert [each[:3] for each in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"400"]
 
 
 async def test_a_body_that_breaks_off_in_nonsense_is_told_so(engine: Any, serve: Any) -> None:
