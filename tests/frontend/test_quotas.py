@@ -168,13 +168,30 @@ def test_two_routers_grant_what_is_left_to_the_token(
         each.close()
 
 
-def test_what_a_router_held_that_was_killed_is_given_back(tmp_path: Path) -> None:
-    wish = Wish("alice", 60, Limits(tokens_per_month=100))
+@pytest.mark.parametrize("per", ["token_budget", "tokens_per_month", "tokens_per_minute"])
+def test_what_a_router_held_that_was_killed_is_given_back(tmp_path: Path, per: str) -> None:
+    wish = Wish("alice", 60, Limits(**{per: 100}))
     killed, other = Books(tmp_path), Books(tmp_path)
-    killed.post([], [wish], NOON)
+    [ended] = killed.post([], [wish], NOON)
+    ended.bill.prompt = 10
+    killed.post([ended.bill], [wish], NOON)
     assert other.post([], [wish], NOON)[0].lacking
     killed.close()  # as the system does when the process ends
-    assert not other.post([], [wish], NOON)[0].lacking
+    [granted] = other.post([], [wish], NOON)
+    assert [(window.left, window.limit) for window in granted.windows] == [(30, 100)]
+    other.close()
+
+
+def test_what_it_held_since_an_earlier_minute_is_not_given_back_to_this_one(
+    tmp_path: Path,
+) -> None:
+    wish = Wish("alice", 60, Limits(tokens_per_minute=100))
+    killed, other = Books(tmp_path), Books(tmp_path)
+    killed.post([], [wish], NOON)
+    killed.close()
+    assert not other.post([], [wish], NOON + 60)[0].lacking
+    [refused] = other.post([], [wish], NOON + 60)
+    assert [window.left for window in refused.lacking] == [40]
     other.close()
 
 

@@ -101,7 +101,7 @@ class Books:
         """Give back what is reserved for routers that have ended; False if there is nothing."""
         gone = {r for r in count.held if r != self._router and not self._runs(r)}
         for router in gone:
-            del count.held[router]
+            count.forget(router)
         return bool(gone)
 
     def _runs(self, router: str) -> bool:

@@ -68,6 +68,8 @@ class Count(msgspec.Struct, omit_defaults=True):
     generated_tokens: int = 0
     held: dict[str, int] = {}
     """Router -> tokens that are reserved for its open requests."""
+    held_of_minute: dict[str, int] = {}
+    """The tokens of `held` that were reserved in this minute."""
 
     def windows(self, limits: Limits, now: float) -> list[Window]:
         """Return what is left of each limit that there is."""
@@ -93,20 +95,24 @@ class Count(msgspec.Struct, omit_defaults=True):
         tokens = bill.prompt + bill.generated
         if bill.minute in (self.minute, 0):
             self.of_minute += tokens - bill.reserved
-        held = self.held.pop(router, 0) - bill.reserved
-        if held > 0:
-            self.held[router] = held
+            _lessen(self.held_of_minute, router, bill.reserved)
+        _lessen(self.held, router, bill.reserved)
         self.of_month += tokens
         self.ever += tokens
         self.requests += tokens > 0
         self.prompt_tokens += bill.prompt
         self.generated_tokens += bill.generated
 
+    def forget(self, router: str) -> None:
+        """Give back what is reserved for a router that has ended."""
+        self.held.pop(router, None)
+        self.of_minute -= self.held_of_minute.pop(router, 0)
+
     def _turn(self, now: float) -> None:
         """Begin the windows anew whose time has come."""
         minute, month = int(now // MINUTE_S), f"{datetime.fromtimestamp(now, UTC):%Y-%m}"
         if minute > self.minute:
-            self.minute, self.of_minute = minute, 0
+            self.minute, self.of_minute, self.held_of_minute = minute, 0, {}
         if month > self.month:
             self.month, self.of_month = month, 0
 
@@ -141,7 +147,8 @@ class Ledger(msgspec.Struct):
         if not lacking:
             bill.reserved, bill.minute = tokens, count.minute
             count.of_minute += tokens
-            count.held[router] = count.held.get(router, 0) + tokens
+            for held in (count.held, count.held_of_minute):
+                held[router] = held.get(router, 0) + tokens
         return Grant(bill, count.windows(limits, now), lacking)
 
     def begin_day(self, now: float) -> list[DayOfKey]:
@@ -158,3 +165,9 @@ class Ledger(msgspec.Struct):
             count.requests = count.prompt_tokens = count.generated_tokens = 0
         self.day = today
         return ended
+
+
+def _lessen(held: dict[str, int], router: str, tokens: int) -> None:
+    left = held.pop(router, 0) - tokens
+    if left > 0:
+        held[router] = left
