@@ -178,6 +178,7 @@ def test_what_a_router_held_that_was_killed_is_given_back(tmp_path: Path, per: s
     assert other.post([], [wish], NOON)[0].lacking
     killed.close()  # as the system does when the process ends
     [granted] = other.post([], [wish], NOON)
+    assert not granted.lacking
     assert [(window.left, window.limit) for window in granted.windows] == [(30, 100)]
     other.close()
 
