@@ -9,7 +9,8 @@ lies a table of seals, with a record for each block:
 
 A block is sealed when the pool has come to remember it, and its record is emptied when the pool
 forgets it, before anything is written to it. The next core of the same recipe remembers the blocks
-whose checksums are right, and computes the rest.
+whose checksums are right: those that streams used at once, and most others beside its steps. It
+computes the rest.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ HELD: Final = 1 << 63
 """The bit of an order that a request which runs uses the block. What was remembered last is then
 forgotten first, the tail of a prompt, as a pool does."""
 BYTES_AT_ONCE: Final = 64 << 20
-"""What is sealed between two steps. It takes 10 ms."""
+"""What is sealed, or looked at, between two steps. It takes 10 ms."""
+Found = tuple[bytes, int, int]
+"""What a record says of a block: hash, group, checksum."""
 
 
 class KeptFiles:
@@ -115,37 +118,63 @@ class KeptBlocks:
         geometry = repr([blocks.shape for blocks in memory]).encode()
         self._fingerprint = hashlib.sha256(recipe + geometry).digest()
         self.adopted: list[int] = []
-        """Blocks that the last core has left."""
+        """Blocks that the last core has left, and that are right."""
+        self.unseen: dict[int, Found] = {}
+        """Blocks that it has left, and that nobody has looked at or used yet."""
+        left: list[int] = []
         if self._table[: RECORD.size] == self._fingerprint:
-            self.adopted = self._adopt()
+            left = self._adopt()
         else:
             self._table[: RECORD.size] = bytes(RECORD.size)
-        self._write_anew()
+        self._write_anew(left)
         pool.seals = self
-        self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
+        self.wake_fd: Final = os.eventfd(bool(self.unseen), os.EFD_NONBLOCK)
         """Readable when `seal` has more to do."""
 
     def _adopt(self) -> list[int]:
-        sealed = []
+        """Returns what the last core has left, the first to be forgotten first."""
+        sealed: list[tuple[int, int, Found]] = []
         for block in range(self._pool.num_blocks):
-            order, *record = RECORD.unpack_from(self._table, _place(block))
+            order, *found = RECORD.unpack_from(self._table, _place(block))
             if order:
                 last = order if order < HELD else HELD + (2 * HELD - order)
-                sealed.append((last, block, record))
+                sealed.append((last, block, (found[0], found[1], found[2])))
+        sealed.sort()
+        held: dict[int, Found] = {}
+        for last, block, about in sealed:
+            self._pool.put_last(block)
+            (self.unseen if last < HELD else held)[block] = about
         with ThreadPoolExecutor(math.ceil(usable_processors())) as threads:
-            sums = threads.map(lambda s: self._checksum(s[1], s[2][0], s[2][1]), sealed)
-            sound = [s for s, checksum in zip(sealed, sums, strict=True) if s[2][2] == checksum]
-        for _, block, (block_hash, group, _) in sorted(sound):
-            self._pool.adopt(block, (block_hash, group) if group else block_hash)
-        return [block for _, block, _ in sorted(sound)]
+            answers = list(threads.map(self._is_right, held, held.values()))
+        for (block, about), right in zip(held.items(), answers, strict=True):
+            self._judge(block, about, right=right)
+        self._look()
+        return [block for _, block, _ in sealed]
 
-    def _write_anew(self) -> None:
-        """Have the table say what this core's pool remembers: only what it has adopted. One that is
-        killed meanwhile leaves what it found."""
-        kept = {block: order for order, block in enumerate(self.adopted, 1)}
+    def _look(self) -> None:
+        for _ in range(min(self._at_once, len(self.unseen))):
+            block, found = self.unseen.popitem()
+            self._judge(block, found, right=self._is_right(block, found))
+
+    def _is_right(self, block: int, found: Found) -> bool:
+        block_hash, group, checksum = found
+        return self._checksum(block, block_hash, group) == checksum
+
+    def _judge(self, block: int, found: Found, *, right: bool) -> None:
+        block_hash, group, _ = found
+        if right and self._pool.adopt(block, (block_hash, group) if group else block_hash):
+            self.adopted.append(block)
+        else:
+            ORDER.pack_into(self._table, _place(block), 0)
+
+    def _write_anew(self, left: Sequence[int]) -> None:
+        """Have the table say what this core's pool remembers, or may come to: only what it has
+        adopted, or not seen yet. One that is killed meanwhile leaves what it found."""
+        mine = {*self.unseen, *self.adopted}
+        kept = {block: order for order, block in enumerate(left, 1) if block in mine}
         for block in range(self._pool.num_blocks):
             ORDER.pack_into(self._table, _place(block), kept.get(block, 0))
-        self._clock = len(kept)
+        self._clock = len(left)
         self._table[: RECORD.size] = self._fingerprint
 
     # --- what the pool says, between steps ----------------------------------------------------
@@ -158,6 +187,7 @@ class KeptBlocks:
     def forgotten(self, block: int) -> None:
         """See `Seals.forgotten`."""
         self._unsealed.pop(block, None)
+        self.unseen.pop(block, None)
         ORDER.pack_into(self._table, _place(block), 0)
 
     def used(self, block: int, *, held: bool) -> None:
@@ -170,14 +200,16 @@ class KeptBlocks:
             ORDER.pack_into(self._table, _place(block), order)
 
     def seal(self) -> None:
-        """Seal what the pool has come to remember; call after a step, and when `wake_fd` is
-        readable."""
+        """Seal what the pool has come to remember, then look at what the last core has left, the
+        newest first; call after a step, and when `wake_fd` is readable."""
         for block in list(self._unsealed)[: self._at_once]:
             name, order = self._unsealed.pop(block)
             block_hash, group = (name, 0) if isinstance(name, bytes) else name
             checksum = self._checksum(block, block_hash, group)
             RECORD.pack_into(self._table, _place(block), order, block_hash, group, checksum)
-        if self._unsealed:
+        if not self._unsealed:
+            self._look()
+        if self._unsealed or self.unseen:
             os.eventfd_write(self.wake_fd, 1)
 
     def seal_more(self) -> None:
@@ -197,6 +229,7 @@ class KeptBlocks:
         """Leave nothing to the next core, whose weights may be others than this one's are now."""
         self._pool.seals = None
         self._unsealed.clear()
+        self.unseen.clear()
         self._table[: RECORD.size] = bytes(RECORD.size)
 
     def close(self, *, failed: bool) -> None:

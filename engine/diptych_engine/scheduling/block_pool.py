@@ -245,15 +245,19 @@ class BlockPool:
             if self.seals is not None:
                 self.seals.remembered(block, name)
 
-    def adopt(self, block: int, name: Name) -> None:
-        """Have an unused block contain a prefix, which is forgotten after all others. Another block
-        that contains it already is kept."""
-        if name not in self._block_of:
-            self._hash_of[block] = name
-            self._block_of[name] = block
-            self._note(name, remembered=True)
-            self.num_remembered += 1
-            self._free.move_to_end(block)
+    def put_last(self, block: int) -> None:
+        """Have an unused block be taken after all others."""
+        self._free.move_to_end(block)
+
+    def adopt(self, block: int, name: Name) -> bool:
+        """Have an unused block contain a prefix. False: another block contains it already."""
+        if name in self._block_of:
+            return False
+        self._hash_of[block] = name
+        self._block_of[name] = block
+        self._note(name, remembered=True)
+        self.num_remembered += 1
+        return True
 
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Forget every cached prefix. False, and nothing changes, while any block is held, unless
@@ -261,7 +265,7 @@ class BlockPool:
         if self.num_free != self.num_blocks and not even_held:
             return False
         self._unpin(self._pins.give_up(self.num_blocks * len(self._pinned)))
-        for block in list(self._block_of.values()):
+        for block in range(self.num_blocks):
             self._forget(block)
         return True
 
@@ -279,8 +283,8 @@ class BlockPool:
             del self._block_of[block_hash]
             self._hash_of[block] = None
             self._note(block_hash, remembered=False)
-            if self.seals is not None:
-                self.seals.forgotten(block)
+        if self.seals is not None:  # which may know of what is not remembered yet
+            self.seals.forgotten(block)
 
     # --- for those who follow what is remembered ------------------------------------------------
 

@@ -36,6 +36,7 @@ from diptych_frontend.model_files.model_source import ModelConfig, ModelSource, 
 from diptych_frontend.processors import processors_in_common, usable_processors
 from diptych_kernels.made_once import user_folder
 from diptych_kv_transfer import open_connector
+from diptych_kv_transfer.transports import transport_named
 from diptych_protocol import (
     CurveKeys,
     EngineConfig,
@@ -157,6 +158,8 @@ def build_core(
     source = resolve_model(config.model)
     model = source.config
     keep_freed_memory()  # before there are threads
+    if config.kv_transfer is not None:
+        transport_named(config.kv_transfer.transport)  # which takes longer than the rest to load
     grammars = GrammarCompiler(source, config.reasoning_parser)
     runner, files = start_runner(config, source, stand_by)
     runner.warm_up()
@@ -254,7 +257,9 @@ def build_core(
     if files is not None:
         kept = KeptBlocks(files, as_bytes(runner.kv_memory()), scheduler.pool, recipe)
         log.info(
-            "%d of %d KV blocks were left by a former engine", len(kept.adopted), runner.num_blocks
+            "%d of %d KV blocks were left by a former engine",
+            len(kept.adopted) + len(kept.unseen),
+            runner.num_blocks,
         )
         core.hand_offs.kept = kept
         core.watched[kept.wake_fd] = kept.seal_more

@@ -43,7 +43,10 @@ NAMES += [(name, 1) for name in NAMES[:4] if isinstance(name, bytes)]
 class Life:
     """One core's pool, memory and seals, until it is killed."""
 
-    def __init__(self, folder: Path, blocks: int = BLOCKS, recipe: bytes = b"same") -> None:
+    def __init__(
+        self, folder: Path, blocks: int = BLOCKS, recipe: bytes = b"same", *, looks: bool = True
+    ) -> None:
+        """looks: until it has seen all that the last core has left."""
         self.pool, self.files = BlockPool(blocks), KeptFiles(folder, RANKS)
         self.memory = [
             KVMemory(blocks * BYTES, torch.uint8, torch.device("cpu"), fd, kept=True)
@@ -51,7 +54,18 @@ class Life:
             .reshape(blocks, BYTES)
             for fd in self.files.memory_fds
         ]
-        self.kept = KeptBlocks(self.files, self.memory, self.pool, recipe)
+        with pytest.MonkeyPatch.context() as patch:
+            if not looks:  # at more than one at once
+                patch.setattr("diptych_engine.handoff.kept_blocks.BYTES_AT_ONCE", 0)
+            self.kept = KeptBlocks(self.files, self.memory, self.pool, recipe)
+        if looks:
+            self.look()
+        else:
+            self.kept._at_once = blocks
+
+    def look(self) -> None:
+        while self.kept.unseen:
+            self.kept.seal_more()
 
     def compute(self, block: int, content: bytes) -> None:
         for rank, part in enumerate(np.frombuffer(content, np.uint8).reshape(RANKS, BYTES)):
@@ -89,6 +103,7 @@ class Lives(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.rng = random.Random(0)
+        self.sealed: dict[Name, int] = {}
         self.begin({})
 
     @initialize(count=st.integers(0, 8))
@@ -96,12 +111,16 @@ class Lives(RuleBasedStateMachine):
         self.life.fill(NAMES[:count], self.rng)
         self.sealed = self.life.remembered()
 
-    def begin(self, sealed: dict[Name, bytes]) -> None:
-        self.life = Life(self.folder)
-        self.held: list[int] = []
+    def begin(self, sealed: dict[Name, bytes], taken: int = 0) -> None:
+        """taken: how many blocks it takes before it looks at those that were not in use."""
+        self.life = Life(self.folder, looks=False)
+        self.held = self.life.pool.allocate(min(taken, self.life.pool.num_free))
+        places = self.sealed
+        self.life.look()
         here = self.life.remembered()
-        assert {name: self.life.content(block) for name, block in here.items()} == sealed
-        assert set(self.life.kept.adopted) == set(here.values())
+        expected = {name: sealed[name] for name in sealed if places[name] not in self.held}
+        assert {name: self.life.content(block) for name, block in here.items()} == expected
+        assert set(self.life.kept.adopted) >= set(here.values())
         self.life.pool.check_integrity()
         self.sealed = here
 
@@ -148,11 +167,13 @@ class Lives(RuleBasedStateMachine):
         self.life.pool.forget_all(even_held=True)
         self.sealed = {}
 
-    @rule()
-    def kill(self) -> None:
+    @rule(taken=st.integers(0, BLOCKS), hasty=st.booleans())
+    def kill(self, taken: int, hasty: bool) -> None:
         left = {name: self.life.content(block) for name, block in self.sealed.items()}
         self.life.kill()
-        self.begin(left)
+        if hasty:  # one that is killed before it has looked
+            Life(self.folder, looks=False).kill()
+        self.begin(left, taken)
 
     def teardown(self) -> None:
         self.life.kill()
