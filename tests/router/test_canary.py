@@ -74,7 +74,7 @@ def test_after_a_failure_another_partner_is_tried_and_the_wait_grows() -> None:
 def test_a_restarted_engine_is_a_new_one() -> None:
     book = TrialBook()
     book.ended(Trial("p", "d"), ok=True, now=0)
-    book.keep({"p", "d again"})
+    book.keep({"p": "", "d again": ""}, 0)
     assert not book.verified("d")
     assert book.due([prefill("p"), decode("d again")], 0) == [Trial("p", "d again")]
 

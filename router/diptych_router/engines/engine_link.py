@@ -106,6 +106,8 @@ class EngineLink:
         """See `EngineAccount.lends`."""
         self.epoch = ""
         """The epoch of the engine that answers here, or answered last."""
+        self.former = ""
+        """The epoch before that, if it was the same engine; else empty."""
         self.times_up = 0
         """How often an engine has answered here, now and after losses."""
         self.stats = SchedulerStats()
@@ -302,8 +304,9 @@ class EngineLink:
                 continue
             self._refusals = 0
             self._gone.clear()
-            self.fingerprint = fingerprint(description.compat)
-            self.epoch = description.epoch
+            was, self.fingerprint = self.fingerprint, fingerprint(description.compat)
+            same = (was, self.known_as) == (self.fingerprint, description.shown_name)
+            self.former, self.epoch = self.epoch if same else "", description.epoch
             self.speaks_otherwise = (
                 bool(description.vocabulary and self._vocabulary)
                 and description.vocabulary != self._vocabulary

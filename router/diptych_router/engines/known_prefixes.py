@@ -306,6 +306,11 @@ class KnownPrefixes:
         self.index.forget_engine(follower.place)
         self._followers[engine] = _Follower(follower.place)
 
+    def has_told(self, engine: str) -> bool:
+        """Whether all that it remembers is known."""
+        follower = self._followers.get(engine)
+        return follower is not None and follower.number is not None
+
     def forget(self, engine: str) -> None:
         """Forget an engine that is gone, with everything that it had cached."""
         follower = self._followers.pop(engine, None)

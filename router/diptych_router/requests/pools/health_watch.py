@@ -48,6 +48,10 @@ class HealthWatch:
         """Whether a trial went through this engine since it started."""
         return self._trials.verified(link.epoch)
 
+    def trusted(self, link: EngineLink) -> bool:
+        """See `TrialBook.trusted`."""
+        return self._trials.trusted(link.epoch)
+
     def went_badly(self, key: str, failure: Failure) -> None:
         """Record that an engine failed at a request and is at fault."""
         link = self._links.get(key)
@@ -71,7 +75,7 @@ class HealthWatch:
     # --- new engines --------------------------------------------------------------------------
 
     def _begin_trials(self, now: float) -> None:
-        self._trials.keep({link.epoch for link in self._links.values()})
+        self._trials.keep({link.epoch: link.former for link in self._links.values()}, now)
         by_epoch = {link.epoch: link for link in self._links.values() if link.open_to_work}
         candidates = [
             Candidate(epoch, link.role, link.fingerprint, link.open_tokens)

@@ -156,9 +156,12 @@ class Pools:
         return self._config.verify != "Required" or self._trusted(link)
 
     def _trusted(self, link: EngineLink) -> bool:
-        """Verified, as far as the service wants that. A decode engine that has nobody to receive
-        KV from needs no proof: it will compute the prompts itself."""
+        """Verified, as far as the service wants that, or in the place of one that was, as soon as
+        it is known what is left of its KV. A decode engine that has nobody to receive KV from needs
+        no proof: it will compute the prompts itself."""
         if self._config.verify != "Required" or self.verified(link):
+            return True
+        if self.health.trusted(link) and self.fleet.known.has_told(link.key):
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
@@ -214,6 +217,8 @@ class Pools:
         most = 0 if about is None else about.num_blocks + about.num_disk_blocks
         if not self.fleet.known.take(link.key, changes, most):
             link.follow_prefixes()
+        elif changes.whole and self.health.trusted(link) and not self.verified(link):
+            self._changed()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
         """A revision without new requests keeps its streams, so its engines may take over."""
@@ -387,10 +392,10 @@ class Pools:
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""
         self._greet()
-        self._refresh_rows()
         self._doubt_late_readers()
         now = time.monotonic()
         self.health.look(now)
+        self._refresh_rows()
         decision = self.fleet.choose(FOR_A_PAIR, now)
         if decision is not None:
             self._usable_at = now

@@ -6,13 +6,14 @@
 
 A trial is a real request through a pair, which verifies both engines at once. An engine is
 identified by its epoch, so a restarted one is new. Verified engines stay verified, and serve as
-partners. This module performs no I/O.
+partners. The process that takes the place of a verified one, as the same engine, is trusted until
+its trial has ended, because streams wait for it. This module performs no I/O.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from diptych_protocol import EngineCoreOutput
@@ -21,6 +22,8 @@ from diptych_router.engines.health_book import back_off_s
 
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
+AFTER_STREAMS_S = 1.0
+"""One that is trusted goes on with its streams first."""
 
 PROMPT_BLOCKS = 2
 """Full blocks of a canary's prompt. One more token begins a third block."""
@@ -50,6 +53,7 @@ class Trial:
 @dataclass(slots=True)
 class _Record:
     verified: bool = False
+    trusted: bool = False
     on_trial: bool = False
     failures: int = 0
     retry_at: float = 0.0
@@ -66,13 +70,22 @@ class TrialBook:
         record = self._records.get(epoch)
         return record is not None and record.verified
 
-    def keep(self, epochs: Collection[str]) -> None:
-        """Forget every engine but these."""
-        self._records = {e: r for e, r in self._records.items() if e in epochs}
+    def trusted(self, epoch: str) -> bool:
+        """Whether it is verified, or took the place of one that was, and no trial has failed."""
+        record = self._records.get(epoch)
+        return record is not None and record.trusted
+
+    def keep(self, formers: Mapping[str, str], now: float) -> None:
+        """Forget every engine but these. formers: epoch -> that of the process in whose place it
+        is the same engine; empty: there was none."""
+        for epoch, former in formers.items():
+            if epoch not in self._records and self.verified(former):
+                self._records[epoch] = _Record(trusted=True, retry_at=now + AFTER_STREAMS_S)
+        self._records = {e: r for e, r in self._records.items() if e in formers}
         self._failed_pairs = {
             pair: count
             for pair, count in self._failed_pairs.items()
-            if pair.prefill in epochs and pair.decode in epochs
+            if pair.prefill in formers and pair.decode in formers
         }
 
     def due(self, candidates: Sequence[Candidate], now: float) -> list[Trial]:
@@ -105,7 +118,7 @@ class TrialBook:
             self._failed_pairs[trial] = self._failed_pairs.get(trial, 0) + 1
         for record in self._unproven(trial):
             record.on_trial = False
-            record.verified = ok
+            record.verified = record.trusted = ok
             if not ok:
                 record.failures += 1
                 record.retry_at = now + back_off_s(record.failures, FIRST_RETRY_S, LONGEST_RETRY_S)
