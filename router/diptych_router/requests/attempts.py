@@ -174,10 +174,15 @@ class Attempts:
         if source is not None:
             facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
         self._records.chose(routed.record, decision, facts, view.output_tokens, now)
-        if prefill is not decode:
-            return self._start_pair(routed, prefill, decode, source, now)
-        self._placements.place(routed, decode, Stage.DECODE, now)
-        return [Add(decode.key, routed.aggregated_request(source))]
+        if prefill is decode:
+            self._placements.place(routed, decode, Stage.DECODE, now)
+            return [Add(decode.key, routed.aggregated_request(source))]
+        # P computes, and D gets ready meanwhile.
+        self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
+        lease_id, lends = f"{self._random_bits(128):032x}", prefill.lends
+        add = Add(prefill.key, routed.prefill_request(lease_id, source))
+        coming = None if lends is None else routed.announce(decode.key, lends, lease_id)
+        return [add] if coming is None else [add, Announce(decode.key, coming)]
 
     def _source_of(self, decision: Decision, computing: EngineAccount) -> KVTransferParams | None:
         """Who the engine that computes the prompt may ask for a prefix; None: nobody. The router
@@ -188,21 +193,6 @@ class Attempts:
         if holder.lends is None or decision.fetch_tokens <= 0:
             return None
         return msgspec.structs.replace(holder.lends, remote_num_tokens=decision.fetch_tokens)
-
-    def _start_pair(
-        self,
-        routed: RoutedRequest,
-        prefill: EngineAccount,
-        decode: EngineAccount,
-        source: KVTransferParams | None,
-        now: float,
-    ) -> list[Action]:
-        """Let P compute, and D get ready meanwhile."""
-        self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
-        lease_id, lends = f"{self._random_bits(128):032x}", prefill.lends
-        add = Add(prefill.key, routed.prefill_request(lease_id, source))
-        coming = None if lends is None else routed.announce(decode.key, lends, lease_id)
-        return [add] if coming is None else [add, Announce(decode.key, coming)]
 
     def _hold(
         self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"

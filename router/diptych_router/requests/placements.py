@@ -211,9 +211,9 @@ class Siblings:
     followers: dict[str, tuple[RoutedRequest, list[RoutedRequest]]] = field(default_factory=dict)
     """By the id of who goes ahead: itself, and who waits for it."""
 
-    def wait(self, routed: RoutedRequest, leader: RoutedRequest | None) -> bool:
+    def wait(self, routed: RoutedRequest, leader: RoutedRequest) -> bool:
         """Let a request wait for another answer to its prompt; False if that is not necessary."""
-        if leader is None or leader.has_decoded:
+        if leader.has_decoded:
             return False
         self.followers.setdefault(leader.request_id, (leader, []))[1].append(routed)
         return True

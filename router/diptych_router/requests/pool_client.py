@@ -153,7 +153,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         )
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
-        return self.pools.stats_by_engine()
+        links = self.pools.links.values()
+        return {f"{link.role}/{link.name}": link.stats for link in links}
 
     async def is_tracing_enabled(self) -> bool:
         return self.router_tracer is not None

@@ -50,7 +50,7 @@ from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
 from diptych_router.requests.placements import HeldRequests, Placements, Siblings, same_way
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import Predictions, RequestRecord, Setback, Trace
+from diptych_router.requests.request_record import Predictions, Setback, Trace
 from diptych_router.requests.routed_request import RoutedRequest
 from diptych_router.requests.table_interface import (
     Abort,
@@ -137,31 +137,19 @@ class RequestTable:
     ) -> Sequence[Action]:
         """Accept a new request. leader: another request for an answer to the same prompt, which
         begins first. trial: of the revision that gets a share of new requests."""
-        record = self.records.begin(request, now, trace)
-        if trial is not None:
-            self._give(record, request, trial, self.requests.get(leader or ""))
+        record, first = self.records.begin(request, now, trace), self.requests.get(leader or "")
+        if trial is not None:  # a request stays in its revision; all answers to one prompt in one
+            asked = (request.trace_headers or {}).get(REVISION_HEADER)
+            record.revisions = (first and first.record.revisions) or trial.draw(asked)
+            record.trial = trial if record.revisions == (trial.revision,) else None
         routed = RoutedRequest(request, max_model_len, record, self.namer)
         self.requests[request.request_id] = routed
         request.deadline_ms = self.promises.slo.ttft_ms
         routed.account = self.tenants.open(request.tenant)
         routed.usual_output = self._usual_output
-        if leader and self._siblings.wait(routed, self.requests.get(leader)):
+        if first is not None and self._siblings.wait(routed, first):
             return ()
         return self._attempts.take_on(routed, now)
-
-    def _give(
-        self,
-        record: RequestRecord,
-        request: EngineCoreRequest,
-        trial: RevisionShare,
-        leader: RoutedRequest | None,
-    ) -> None:
-        """Give a request to a revision, in which it stays; all answers to one prompt to one."""
-        if leader is not None and leader.record.revisions:
-            record.revisions = leader.record.revisions
-        else:
-            record.revisions = trial.draw((request.trace_headers or {}).get(REVISION_HEADER))
-        record.trial = trial if record.revisions == (trial.revision,) else None
 
     def num_answering_for(self, trial: RevisionShare) -> int:
         """How many requests that it counts have their first token and are not over."""
@@ -204,17 +192,6 @@ class RequestTable:
                 actions += _offered(output)
                 if not output.finished:
                     strays.append(output.request_id)
-            elif output.finish_reason is None and output.kv_transfer_params is None:
-                unread = routed.lease
-                routed.absorb(output)  # most outputs are like this one
-                if unread is not None and routed.lease is None and self._ways.of:
-                    self._ways.worked(routed.lender, routed.engine)
-                if routed.suspects:
-                    self._clear_up(routed)
-                if output.new_token_ids:
-                    deliver.append(output)
-                    if routed.record.brought(output, now, self.predictions):
-                        self.promises.saw_first(routed.record, now)
             elif output.finish_reason is FinishReason.ERROR:
                 actions += self._take_error(routed, output, now)
             elif output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None:
@@ -222,35 +199,35 @@ class RequestTable:
                 why = f"engine {self._name_of(engine)} gave it up"
                 self._pass_turn(routed, self._setback_at(engine), why)
             else:
-                actions += self._absorb(routed, output, now)
-                if output.new_token_ids or output.finish_reason is not None:
-                    deliver.append(output)
+                offered, unread = output.kv_transfer_params, routed.lease
+                says_more = offered is not None or output.finish_reason is not None
+                if routed.absorb(output):
+                    self._pass_turn(routed)
+                    offered = unread  # who hands off has read what it took over, or loses it
+                if offered is not None:
+                    actions.append(Release(routed.core_id, offered))
+                if unread is not None and routed.lease is None and self._ways.of:
+                    self._ways.worked(routed.lender, routed.engine)
+                if routed.suspects:  # it gets on: whoever failed at what was done now is to blame
+                    for guilty in routed.take_guilty():
+                        self._fleet.went_badly(guilty, Failure.ERROR)
+                if output.new_token_ids or says_more:
+                    if routed.record.brought(output, now, self.predictions):
+                        self.promises.saw_first(routed.record, now)
+                    if output.new_token_ids or output.finish_reason is not None:
+                        deliver.append(output)
+                if output.finish_reason is not None:
+                    actions += self._finish(routed, output.finish_reason, now)
         if strays:
             actions.append(Abort(engine, strays))
         self.has_turns = bool(self._turns or self._siblings.followers or self.held.num_crowded)
         return actions
 
-    def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
-        """Take an output of the engine in charge; what to do with leases that nobody will read."""
-        offered, unread = _offered(output), routed.lease
-        again = routed.absorb(output)
-        if unread is not None and routed.lease is None and self._ways.of:
-            self._ways.worked(routed.lender, routed.engine)
-        if routed.suspects:
-            self._clear_up(routed)
-        if routed.record.brought(output, now, self.predictions):
-            self.promises.saw_first(routed.record, now)
-        if again:
-            self._pass_turn(routed)
-            # Who hands off has read what it took over; whoever says otherwise loses it.
-            return [] if unread is None else [Release(routed.core_id, unread)]
-        if output.finish_reason is not None:
-            self._fleet.went_well(routed.engine, routed.prefill_engine)
-            self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
-            self.promises.saw_end(routed.record, now)
-            why = FINISH_REASON_STRINGS[output.finish_reason]
-            return [*offered, *self._attempts.end(routed, why, now)]
-        return offered
+    def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[Action]:
+        self._fleet.went_well(routed.engine, routed.prefill_engine)
+        self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
+        self.promises.saw_end(routed.record, now)
+        return self._attempts.end(routed, FINISH_REASON_STRINGS[reason], now)
 
     def _take_error(
         self, routed: RoutedRequest, output: EngineCoreOutput, now: float
@@ -273,11 +250,6 @@ class RequestTable:
         """Record that its engine has sent its last output; later ones are ignored."""
         del self._placements.by_core_id[routed.core_id]
         self._turns.append(_Turn(routed, setback, why))
-
-    def _clear_up(self, routed: RoutedRequest) -> None:
-        """It gets on: whoever failed at what was done now is to blame."""
-        for engine in routed.take_guilty():
-            self._fleet.went_badly(engine, Failure.ERROR)
 
     def take_turns(self, now: float) -> Sequence[Action]:
         """Continue requests whose engines have ended their part, if users still want them."""

@@ -466,9 +466,6 @@ class Pools:
                 log.warning("an engine says what it kept in another form: %s", exc)
         return found
 
-    def stats_by_engine(self) -> dict[str, SchedulerStats]:
-        return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}
-
     def release(self, request_id: str, params: dict[str, Any]) -> None:
         """Free a lease that is not needed, without waiting for the answer."""
         if not self._closed:

@@ -18,7 +18,7 @@ from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.openai.responses import json_response
 from diptych_frontend.timeline.lanes import Timeline, timeline
 from diptych_protocol import InvalidRequestError
-from diptych_protocol.admin import Explanation, RequestReport
+from diptych_protocol.admin import Explanation
 from diptych_router.telling.explanations import check_id
 from diptych_router.telling.page.assets import Assets
 from diptych_router.telling.page.control import Control
@@ -82,10 +82,12 @@ class Page:
 
     def routes(self) -> list[BaseRoute]:
         """The routes. All but files need a key, if the API does."""
+        events = Route(EVENTS_PATH, _Events(self.watchers))
+        events.methods = {"GET"}  # without HEAD: a stream would be sent to nobody
         return [
             *(Route(path, self._assets.answer) for path in self._assets.by_path),
             Route(ABOUT_PATH, self.about),
-            _only_get(Route(EVENTS_PATH, _Events(self.watchers), methods=["GET"])),
+            events,
             Route(ANSWER_PATH, self.answer),
             Route(TIMELINE_PATH, self.timeline),
         ]
@@ -116,28 +118,22 @@ class Page:
         """Return the timeline of the caller's own request, which may still be under way. None: it
         has not been heard of, as a page that chose the id itself may find."""
         found = self._own(request).requests
-        return json_response(_course(found[0]) if found else None, headers=UNKEPT)
+        course = None
+        if found:
+            newest = found[0]
+            course = Course(
+                whose=whose(newest.core_id),
+                engine=newest.placements[-1].engine if newest.placements else "",
+                outcome=newest.outcome,
+                timeline=timeline(newest),
+            )
+        return json_response(course, headers=UNKEPT)
 
     def _own(self, request: Request) -> Explanation:
         """What is remembered of the caller under the path's id. Raises `InvalidRequestError`."""
         request_id = request.path_params["request_id"]
         check_id(request_id)
         return self._explained(request_id, exchange_of(request.scope).tenant)
-
-
-def _course(own: RequestReport) -> Course:
-    return Course(
-        whose=whose(own.core_id),
-        engine=own.placements[-1].engine if own.placements else "",
-        outcome=own.outcome,
-        timeline=timeline(own),
-    )
-
-
-def _only_get(route: Route) -> Route:
-    """Without HEAD, which Starlette adds: a stream would be sent to nobody."""
-    route.methods = {"GET"}
-    return route
 
 
 class _Events:
