@@ -214,11 +214,6 @@ class CoreServer(WireServer):
             if len(self._clients) > self._look_through_at:
                 self._forget_vanished()
 
-    @property
-    def num_clients(self) -> int:
-        """Clients that this core may have something to tell."""
-        return len(self._clients)
-
     def _forget_vanished(self) -> None:
         """Drop clients that have gone without a word, which only an attempt to write to them tells.
 

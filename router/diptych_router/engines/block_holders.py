@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from sys import getsizeof
 from typing import Final
 
 import numpy as np
@@ -20,7 +19,6 @@ Values = NDArray[np.uint32]
 MAX_FILLED: Final = 0.7
 """If a larger share of its places is filled, probing takes long."""
 SMALLEST: Final = 1 << 10
-BYTES_PER_PLACE: Final = 12
 BUCKET: Final = 8
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
@@ -53,10 +51,6 @@ class HashTable:
         self._shift = _KEY_BITS + 1 - len(self._buckets).bit_length()
         self._num_filled = 0
         """Places with a key, whatever its value."""
-
-    @property
-    def num_places(self) -> int:
-        return len(self._keys)
 
     def keys(self) -> Keys:
         """Return the keys that have a value."""
@@ -164,11 +158,6 @@ class HolderSets:
         """By their numbers."""
         self._number_of = {0: EMPTY}
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory of all sets: each is an integer, and has a place in a list and in a dict."""
-        return sum(map(getsizeof, self.bits)) + 8 * len(self.bits) + getsizeof(self._number_of)
-
     def changed(
         self, numbers: NDArray[np.uint32], *, add: int = 0, remove: int = 0
     ) -> NDArray[np.uint32]:
@@ -265,11 +254,6 @@ class BlockHolders:
             at, here = high, self._table.get_one(int(hashes[high]))
             runs.append((at, self._sets.bits[here]))
         return runs
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of the table and the sets."""
-        return self._table.num_places * BYTES_PER_PLACE + self._sets.num_bytes
 
     def _change(
         self, places: NDArray[np.intp], old: NDArray[np.uint32], new: NDArray[np.uint32]

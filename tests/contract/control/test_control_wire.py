@@ -278,7 +278,7 @@ def test_clients_that_have_vanished_are_forgotten(tmp_path: Path) -> None:
             visitor.socket.close()
             caller.until("answer", caller.ask("is_paused"))
         deadline = Deadline("visitors that are forgotten")  # they vanish when ZMQ has seen it
-        while server.num_clients > FEW_CLIENTS + 1:
+        while len(server._clients) > FEW_CLIENTS + 1:
             deadline.check()
             caller.until("answer", caller.ask("is_paused"))
 
