@@ -7,11 +7,11 @@ it replaces the pods of one Deployment and needs no second pair of pools.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Final
 
 import msgspec
 
+from diptych_operator.api.base import digest
 from diptych_operator.api.engine import Engine, reasoning_parser
 from diptych_operator.api.names import ROTATE_ANNOTATION
 from diptych_operator.api.service import InferenceService
@@ -24,14 +24,13 @@ def revision(service: InferenceService) -> str:
     """Return eight hexadecimal digits, equal for specs whose engines may be paired."""
     spec = service.spec
     model = spec.model
-    return _digest(
-        {
-            "model": [model.uri, model.revision, model.sha256],
-            "engine": _decided(spec.engine),
-            "transport": spec.transfer.transport,
-            **_beside(service),
-        }
-    )
+    decided = {
+        "model": [model.uri, model.revision, model.sha256],
+        "engine": _decided(spec.engine),
+        "transport": spec.transfer.transport,
+        **_beside(service),
+    }
+    return digest(decided, _LENGTH)
 
 
 def _beside(service: InferenceService) -> dict[str, object]:
@@ -82,9 +81,4 @@ def _decided(engine: Engine) -> dict[str, object]:
 
 def key_set(service: InferenceService) -> str:
     """Return the name of the service's keys. A new rotation annotation gives a new name."""
-    return _digest(service.metadata.annotations.get(ROTATE_ANNOTATION, ""))
-
-
-def _digest(value: object) -> str:
-    text = msgspec.json.encode(value, order="sorted")
-    return hashlib.sha256(text).hexdigest()[:_LENGTH]
+    return digest(service.metadata.annotations.get(ROTATE_ANNOTATION, ""), _LENGTH)

@@ -7,16 +7,13 @@ their turn.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from typing import Final, NamedTuple, Self
 
-import msgspec
-
-from diptych_operator.api.base import ServiceKey
+from diptych_operator.api.base import ServiceKey, digest
 from diptych_operator.api.names import UPGRADE_ANNOTATION
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render import KeySets, Serving, fixed_counts, render_revision, render_shared
@@ -70,14 +67,10 @@ def rendering(
         }
         meta = service.metadata
         word = meta.annotations.get(UPGRADE_ANNOTATION, "")
-        intent = _digest([meta.generation, keys.current, word])
-        return Rendered(intent, revision, _digest(templates))
+        intent = digest([meta.generation, keys.current, word])
+        return Rendered(intent, revision, digest(templates))
 
     return renderings.once(service, (revision, held), make)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:16]
 
 
 class Standing(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ Object = dict[str, Any]
 """One that is made here."""
 ServiceKey = tuple[str, str]
 """Namespace and name."""
+
+
+def digest(value: object, length: int = 16) -> str:
+    """Return hexadecimal digits that are others for another value."""
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:length]
 
 
 class SpecError(DiptychError, ValueError):
@@ -81,6 +87,13 @@ def spec_part(
     return msgspec.defstruct(
         name, [*fields, *shared], bases=(SpecPart,), frozen=True, kw_only=True, rename="camel"
     )
+
+
+def default_of(field: msgspec.structs.FieldInfo | msgspec.inspect.Field) -> Any:
+    """Return the default of a field; one that is a list or a mapping is made anew each time."""
+    if field.default_factory is msgspec.NODEFAULT:
+        return field.default
+    return field.default_factory()
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,12 +83,8 @@ ROUTE_COLUMNS = _columns(
 )
 
 
-def object_schema() -> dict[str, Any]:
-    """Return the structural schema of an InferenceService, with what helps error messages."""
-    return _schema_of(InferenceService)
-
-
-def _schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the structural schema of a kind, with what helps error messages."""
     (root,), components = msgspec.json.schema_components([kind], ref_template="{name}")
     return _structural(root, components)
 
@@ -158,14 +154,14 @@ def _without(node: dict[str, Any], keywords: Iterable[str]) -> dict[str, Any]:
 
 def custom_resource_definition() -> dict[str, Any]:
     """Return the CRD of the InferenceService as plain values."""
-    schema = _with_name(object_schema())
+    schema = _with_name(schema_of(InferenceService))
     names = _names(KIND, "inferenceservices", "infsvc")
     return _definition(names, schema, SERVICE_COLUMNS, {"status": {}})
 
 
 def scaler_definition() -> dict[str, Any]:
     """Return the CRD of the PoolScaler as plain values."""
-    schema = _schema_of(PoolScaler)
+    schema = schema_of(PoolScaler)
     schema["properties"] = {"metadata": {"type": "object"}, **schema["properties"]}
     scale = {
         "specReplicasPath": ".spec.replicas",
@@ -178,7 +174,7 @@ def scaler_definition() -> dict[str, Any]:
 
 def route_definition() -> dict[str, Any]:
     """Return the CRD of the ModelRoute as plain values."""
-    schema = _with_name(_schema_of(ModelRoute))
+    schema = _with_name(schema_of(ModelRoute))
     names = _names(ROUTE_KIND, ROUTE_PLURAL, "mroute")
     return _definition(names, schema, ROUTE_COLUMNS, {"status": {}})
 
@@ -188,11 +184,6 @@ def _with_name(schema: dict[str, Any]) -> dict[str, Any]:
     name = schema["properties"]["metadata"]["properties"]["name"]
     schema["properties"]["metadata"] = {"type": "object", "properties": {"name": name}}
     return schema
-
-
-def route_schema() -> dict[str, Any]:
-    """Return the structural schema of a ModelRoute."""
-    return _schema_of(ModelRoute)
 
 
 def _names(kind: str, plural: str, short: str) -> dict[str, Any]:

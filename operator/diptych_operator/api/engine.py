@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from diptych_operator.api.base import ImageReference, Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.base import ImageReference, Rule, SpecPart, default_of, ruled, spec_part
 from diptych_operator.api.vllm_arguments import (
     ARGUMENT_RULES,
     EQUAL_IN_BOTH,
@@ -152,7 +152,7 @@ def _is_default(name: str, default: Any, engine: Engine) -> bool:
 
 def _not_for_vllm(field: msgspec.inspect.Field) -> Rule:
     """The field is at its default, as API servers write it out, wherever vLLM runs."""
-    name, default = field.encode_name, _default(field)
+    name, default = field.encode_name, default_of(field)
     if default is None:
         cel = f"!has(self.{name})"
     elif default == "":
@@ -169,12 +169,6 @@ def _not_for_vllm(field: msgspec.inspect.Field) -> Rule:
         f"is not for the runtime vllm{remedy}",
         f".{name}",
     )
-
-
-def _default(field: msgspec.inspect.Field) -> Any:
-    if field.default_factory is msgspec.NODEFAULT:
-        return field.default
-    return field.default_factory()
 
 
 STEP_BUDGET = Rule(

@@ -22,7 +22,7 @@ import yaml
 from msgspec import inspect
 
 from diptych_operator.api.base import Rule, SpecError
-from diptych_operator.api.crd import object_schema, route_schema
+from diptych_operator.api.crd import schema_of
 from diptych_operator.api.engine import draft_uri
 from diptych_operator.api.images import Images, route_with_images, with_images
 from diptych_operator.api.names import DRAFT_MODEL_FIELD
@@ -55,8 +55,7 @@ _TYPE_PHRASES = {
     "boolean": "true or false",
 }
 
-_schema = cache(object_schema)
-_route_schema = cache(route_schema)
+_schema = cache(schema_of)
 
 
 class _Loader(yaml.SafeLoader):
@@ -121,7 +120,8 @@ def parse_object(raw: Mapping[str, Any], images: Images) -> InferenceService:
     Unknown fields are dropped, as an API server with this program's CRD would have done. A status
     that cannot be read, perhaps written by another version, counts as empty.
     """
-    return _read({**_pruned(dict(raw), _schema()), "status": raw.get("status")}, images)
+    asked = _pruned(dict(raw), _schema(InferenceService))
+    return _read({**asked, "status": raw.get("status")}, images)
 
 
 def parse_route(raw: Mapping[str, Any], images: Images) -> ModelRoute:
@@ -129,7 +129,7 @@ def parse_route(raw: Mapping[str, Any], images: Images) -> ModelRoute:
     out. Raises `SpecError`."""
     asked = {key: value for key, value in raw.items() if key != "status"}
     try:
-        route = msgspec.convert(_pruned(asked, _route_schema()), ModelRoute)
+        route = msgspec.convert(_pruned(asked, _schema(ModelRoute)), ModelRoute)
     except msgspec.ValidationError as exc:
         located = _WHERE.match(str(exc))
         where, problem = located.group("path", "problem") if located else (None, str(exc))
@@ -227,7 +227,7 @@ def _explain(complaint: str, raw: dict[str, Any]) -> SpecError:
 
 def _walk(steps: list[str], raw: Any) -> tuple[dict[str, Any], Any, list[str]]:
     """Follow a path through schema and value; `...` becomes the first key whose value is wrong."""
-    schema, value, named = _schema(), raw, list[str]()
+    schema, value, named = _schema(InferenceService), raw, list[str]()
     for step in steps:
         if step == "..." and isinstance(value, dict):
             schema = schema.get("additionalProperties", {})
@@ -254,7 +254,7 @@ def _belongs_to_both(steps: list[str], name: str) -> str | None:
     """The answer to a pool that is given what both pools must have in common."""
     if steps not in (["spec", "prefill"], ["spec", "decode"]):
         return None
-    spec = _schema()["properties"]["spec"]["properties"]
+    spec = _schema(InferenceService)["properties"]["spec"]["properties"]
     for part in ("engine", "transfer", "model"):
         if name in spec[part]["properties"]:
             return f"unknown field; it stands in spec.{part}, where it holds for both pools"

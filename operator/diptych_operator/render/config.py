@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from decimal import Decimal
 from typing import Any, TypeVar
 
 import msgspec
 
-from diptych_operator.api.base import SpecPart, snake_case
+from diptych_operator.api.base import SpecPart, default_of, snake_case
 from diptych_operator.api.engine import Engine, reasoning_parser
 from diptych_operator.api.names import (
     ENGINE_FILE,
     ROUTER_FILE,
     SERVING_FILE,
-    Role,
     metadata,
     object_name,
 )
@@ -94,7 +92,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         model=model,
         served_name=service.served_name,
         verify=service.verification,
-        cache_per_key=_cache_per_key(service),
+        cache_per_key=router.api_keys is not None and router.api_keys.cache_per_key,
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
@@ -111,11 +109,6 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
 def _fields_of(part: SpecPart, kind: type[S]) -> S:
     """The configuration that a part of the spec is made of."""
     return kind(**{name: getattr(part, name) for name in kind.__struct_fields__})
-
-
-def _cache_per_key(service: InferenceService) -> bool:
-    keys = service.spec.router.api_keys
-    return keys is not None and keys.cache_per_key
 
 
 def _host_names(service: InferenceService) -> list[str]:
@@ -138,42 +131,25 @@ def engine_config_map(
 ) -> dict[str, Any]:
     """Return the ConfigMap of one pool of one revision."""
     config = engine_config(service, service.pools[role], revision, model, draft_model)
-    return _config_map(service, role, {ENGINE_FILE: _json(config)}, revision)
+    return config_map(metadata(service, role, role, revision), {ENGINE_FILE: _json(config)})
 
 
 def router_config_map(service: InferenceService, model: str) -> dict[str, Any]:
     """Return the ConfigMap of the routers."""
-    return _config_map(service, "router", {ROUTER_FILE: _json(router_config(service, model))})
+    files = {ROUTER_FILE: _json(router_config(service, model))}
+    return config_map(metadata(service, "router", "router"), files)
 
 
 def serving_config_map(service: InferenceService, serving: dict[str, Any]) -> dict[str, Any]:
     """Return the ConfigMap that routers read while they run: which revisions may serve."""
     always = ("revisions", "asleep")
     said = {name: value for name, value in serving.items() if value or name in always}
-    text = msgspec.json.encode(said).decode()
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(service, "serving", "router"),
-        "data": {SERVING_FILE: text},
-    }
+    files = {SERVING_FILE: msgspec.json.encode(said).decode()}
+    return config_map(metadata(service, "serving", "router"), files)
 
 
-def _config_map(
-    service: InferenceService, role: Role, files: dict[str, str], revision: str = ""
-) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(service, role, role, revision),
-        "data": files,
-    }
-
-
-def config_hash(config: dict[str, Any]) -> str:
-    """Return a hash that changes exactly when the files of a ConfigMap change."""
-    data = msgspec.json.encode(config["data"], order="sorted")
-    return hashlib.sha256(data).hexdigest()[:16]
+def config_map(meta: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files}
 
 
 def _json(config: msgspec.Struct) -> str:
@@ -191,15 +167,8 @@ def _given(config: msgspec.Struct) -> dict[str, Any]:
     return {
         field.name: _given(value) if isinstance(value, msgspec.Struct) else value
         for field, value in values
-        if value != _default(field)
+        if value != default_of(field)
     }
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    """The default of a field; a default that is a list or a mapping is made anew each time."""
-    if field.default_factory is msgspec.NODEFAULT:
-        return field.default
-    return field.default_factory()
 
 
 def _amount(quantity: int | str) -> Decimal:

@@ -29,7 +29,7 @@ from diptych_operator.api.names import (
     object_name,
     selector,
 )
-from diptych_operator.api.pools import Pool, Resources
+from diptych_operator.api.pools import Pool
 from diptych_operator.api.route import RouteSpec
 from diptych_operator.api.router import Router
 from diptych_operator.render.invariants import check_invariants
@@ -77,7 +77,9 @@ def deployment(service: Owner, pods: Pods) -> dict[str, Any]:
     if pods.part.pod_template_remove:
         kept = removed(ours, pods.part.pod_template_remove, f"{field}Remove")
         template = merge(kept, pods.part.pod_template, field)
-    selected = _selected(service, pods)
+    selected = selector(service, pods.role)
+    if pods.revision:
+        selected = selected | {REVISION_LABEL: pods.revision}
     relied_on = selected | {MANAGED_BY_LABEL: MANAGED_BY}  # the operator watches no other pods
     _check_template(template, relied_on, pods.container["name"], field)
     check_invariants(template, ours, pods.container["name"], field)
@@ -105,11 +107,6 @@ def deployment(service: Owner, pods: Pods) -> dict[str, Any]:
             "template": template,
         },
     }
-
-
-def _selected(service: Owner, pods: Pods) -> dict[str, str]:
-    chosen = selector(service, pods.role)
-    return chosen | {REVISION_LABEL: pods.revision} if pods.revision else chosen
 
 
 def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
@@ -257,13 +254,3 @@ def container_ports(ports: dict[str, int]) -> list[dict[str, Any]]:
     return [
         {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()
     ]
-
-
-def resources_of(resources: Resources) -> dict[str, Any]:
-    """Return quantities as strings: older API servers take no bare numbers in server-side apply."""
-    given = {
-        kind: {name: str(amount) for name, amount in amounts.items()}
-        for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))
-        if amounts
-    }
-    return {"resources": given} if given else {}

@@ -207,7 +207,7 @@ def _init_container(
         "env": [{"name": name, "value": value} for name, value in env.items()],
         **CONFINED,
         "volumeMounts": mounts,
-        **without_devices(_resources(service, role)),
+        **resources_of(_resources(service, role), devices=False),
     }
 
 
@@ -251,11 +251,14 @@ def _read_only(cache: ModelCache) -> bool:
     return cache.pvc is not None and cache.pvc.read_only
 
 
-def without_devices(resources: Resources) -> dict[str, Any]:
-    """Return the resources of the pod's main container without devices, for a container that copies
-    files. So quotas and the QoS class stay the same."""
+def resources_of(resources: Resources, *, devices: bool = True) -> dict[str, Any]:
+    """Return quantities as strings: older API servers take no bare numbers in server-side apply.
+
+    devices: False for a container that copies files. With all else of the pod's main container,
+    quotas and the QoS class stay the same.
+    """
     given = {
-        kind: {name: str(amount) for name, amount in amounts.items() if name in _DIVISIBLE}
+        kind: {n: str(amount) for n, amount in amounts.items() if devices or n in _DIVISIBLE}
         for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))
     }
     given = {kind: amounts for kind, amounts in given.items() if amounts}

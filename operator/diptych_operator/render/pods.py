@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from diptych_operator.api.base import digest
 from diptych_operator.api.names import (
     API_KEYS_DIR,
     BATCHES_DIR,
@@ -28,9 +29,10 @@ from diptych_operator.api.names import (
     router_ports,
 )
 from diptych_operator.api.pools import PoolName
-from diptych_operator.api.router import Batches
+from diptych_operator.api.route import RouteSpec
+from diptych_operator.api.router import Batches, Router
 from diptych_operator.api.service import InferenceService
-from diptych_operator.render.config import config_hash, engine_config_map, kept_volume
+from diptych_operator.render.config import engine_config_map, kept_volume
 from diptych_operator.render.deployment import (
     LINGER_SECONDS,
     Pods,
@@ -39,11 +41,10 @@ from diptych_operator.render.deployment import (
     engine_environment,
     environment,
     probe,
-    resources_of,
     variable,
 )
 from diptych_operator.render.keys import KeySets, keys_volume
-from diptych_operator.render.model import ModelMount
+from diptych_operator.render.model import ModelMount, resources_of
 
 UCX_TLS = {
     "rdma": "ib,self,cuda_copy,gdr_copy",
@@ -144,7 +145,7 @@ def engine_objects(
         _config_volume("config", object_name(service, role, revision)),
         keys_volume(service, KeySets(keys.current)),
     ]
-    pods = Pods(role, pool, replicas, container, volumes, config_hash(config), model, revision)
+    pods = Pods(role, pool, replicas, container, volumes, digest(config["data"]), model, revision)
     if service.spec.engine.kv_keep:
         pods = replace(pods, scratch={"kept-kv": kept_volume(service.spec.engine)})
     made = deployment(service, pods)
@@ -176,27 +177,22 @@ def router_deployment(
         "args": [
             *_ROUTER_ARGUMENTS,
             *chain.from_iterable((f"--{role}", f"$({_TARGETS[role]})") for role in service.pools),
-            *(("--api-keys", API_KEYS_DIR) if router.api_keys is not None else ()),
-            *(("--tls", TLS_DIR) if router.tls is not None else ()),
+            *door_arguments(router),
             *(("--batch-directory", BATCHES_DIR) if router.batches is not None else ()),
             *(_PICKER_ARGUMENTS if "picker" in ports else ()),
         ],
         "env": variables,
         "ports": container_ports(ports),
-        **(ROUTER_PROBES if router.tls is None else over_https(ROUTER_PROBES)),
+        **door_probes(router),
         **resources_of(router.resources),
     }
     volumes = [
         _config_volume("config", object_name(service, "router")),
         keys_volume(service, keys),
         _config_volume("serving", object_name(service, "serving")),
-        *(
-            {"name": name, "secret": {"secretName": source.secret_name, "defaultMode": 0o440}}
-            for name, source in (("api-keys", router.api_keys), ("tls", router.tls))
-            if source is not None
-        ),
+        *door_volumes(router),
     ]
-    pods = Pods("router", router, replicas, container, volumes, config_hash(config), model)
+    pods = Pods("router", router, replicas, container, volumes, digest(config["data"]), model)
     if router.tls is not None:
         pods = replace(pods, annotations=SCHEME_ANNOTATION)
     if router.batches is not None:
@@ -215,11 +211,28 @@ def _batch_volume(batches: Batches) -> dict[str, Any]:
     return {"persistentVolumeClaim": {"claimName": batches.pvc.claim_name}}
 
 
-def over_https(probes: dict[str, Any]) -> dict[str, Any]:
-    """The same probes; the kubelet takes any certificate."""
+# --- who may use the API of a router or a route -----------------------------------------------
+
+
+def door_arguments(part: Router | RouteSpec) -> list[str]:
+    keys = ["--api-keys", API_KEYS_DIR] if part.api_keys is not None else []
+    return [*keys, *(["--tls", TLS_DIR] if part.tls is not None else [])]
+
+
+def door_volumes(part: Router | RouteSpec) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "secret": {"secretName": source.secret_name, "defaultMode": 0o440}}
+        for name, source in (("api-keys", part.api_keys), ("tls", part.tls))
+        if source is not None
+    ]
+
+
+def door_probes(part: Router | RouteSpec) -> dict[str, Any]:
+    """The kubelet takes any certificate."""
+    scheme = {} if part.tls is None else {"scheme": "HTTPS"}
     return {
-        kind: {**probe, "httpGet": {**probe["httpGet"], "scheme": "HTTPS"}}
-        for kind, probe in probes.items()
+        kind: {**probe, "httpGet": {**probe["httpGet"], **scheme}}
+        for kind, probe in ROUTER_PROBES.items()
     }
 
 

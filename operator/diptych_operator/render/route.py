@@ -7,32 +7,34 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from diptych_operator.api.base import Object
+from diptych_operator.api.base import Object, digest
 from diptych_operator.api.names import (
-    API_KEYS_DIR,
     CERTIFICATES_DIR,
     CONFIG_DIR,
     HTTP_PORT,
     LINGER_VARIABLE,
     ROUTE_FILE,
-    TLS_DIR,
     metadata,
     object_name,
 )
 from diptych_operator.api.route import ModelRoute, RoutedService
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.render.config import config_hash
+from diptych_operator.render.config import config_map
 from diptych_operator.render.deployment import (
     LINGER_SECONDS,
     Pods,
     container_ports,
     deployment,
     environment,
-    resources_of,
     variable,
 )
-from diptych_operator.render.model import ModelMount
-from diptych_operator.render.pods import ROUTER_PROBES, SCHEME_ANNOTATION, over_https
+from diptych_operator.render.model import ModelMount, resources_of
+from diptych_operator.render.pods import (
+    SCHEME_ANNOTATION,
+    door_arguments,
+    door_probes,
+    door_volumes,
+)
 from diptych_operator.render.shared import api_service, disruption_budget, service_account
 from diptych_protocol.router_settings import RouteConfig, RouteModel, RouteTarget
 
@@ -93,12 +95,7 @@ def _config_map(route: ModelRoute, served: Services) -> Object:
         drain_seconds=route.spec.availability.drain_seconds,
     )
     text = msgspec.json.format(msgspec.json.encode(config), indent=2).decode()
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(route, "route", "route"),
-        "data": {ROUTE_FILE: text},
-    }
+    return config_map(metadata(route, "route", "route"), {ROUTE_FILE: text})
 
 
 def _target(service: RoutedService, namespace: str, served: Services) -> RouteTarget:
@@ -134,31 +131,23 @@ def _deployment(route: ModelRoute, config: Object, served: Services) -> Object:
         "name": "route",
         "image": spec.image,
         "command": _COMMAND,
-        "args": [
-            *_ARGUMENTS,
-            *(("--api-keys", API_KEYS_DIR) if spec.api_keys is not None else ()),
-            *(("--tls", TLS_DIR) if spec.tls is not None else ()),
-        ],
+        "args": [*_ARGUMENTS, *door_arguments(spec)],
         "env": [
             *environment(_PORTS, {"DIPTYCH_CONFIG_DIR": CONFIG_DIR}),
             variable(LINGER_VARIABLE, str(LINGER_SECONDS)),
         ],
         "ports": container_ports(_PORTS),
-        **(ROUTER_PROBES if spec.tls is None else over_https(ROUTER_PROBES)),
+        **door_probes(spec),
         **resources_of(spec.resources),
     }
     volumes = [
         {"name": "config", "configMap": {"name": object_name(route, "route")}},
-        *(
-            {"name": name, "secret": {"secretName": source.secret_name, "defaultMode": 0o440}}
-            for name, source in (("api-keys", spec.api_keys), ("tls", spec.tls))
-            if source is not None
-        ),
+        *door_volumes(spec),
         *_certificates(route, served),
     ]
     annotations = {} if spec.tls is None else SCHEME_ANNOTATION
     pods = Pods(
-        "route", spec, spec.replicas, container, volumes, config_hash(config), ModelMount(""),
+        "route", spec, spec.replicas, container, volumes, digest(config["data"]), ModelMount(""),
         annotations=annotations,
     )  # fmt: skip
     return deployment(route, pods)

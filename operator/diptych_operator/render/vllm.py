@@ -29,11 +29,10 @@ from diptych_operator.render.deployment import (
     deployment,
     engine_environment,
     probe,
-    resources_of,
     variable,
 )
 from diptych_operator.render.keys import KeySets, hinge_keys_volume
-from diptych_operator.render.model import CONFINED, ModelMount, without_devices
+from diptych_operator.render.model import CONFINED, ModelMount, resources_of
 
 VLLM_COMMAND = ["vllm", "serve"]
 HOME_DIR = "/home/vllm"
@@ -80,6 +79,7 @@ def vllm_objects(
     """One pool of one revision. Raises `SpecError` for a podTemplate that does not fit."""
     pool, engine = service.pools[role], service.engine_of(role)
     ports, brought = engine_ports(service), _is_brought(service, role)
+    folder = unquote(urlsplit(model.uri).path)  # to the program in a pod, every URI is a file://
     variables = _VARIABLES | {"DIPTYCH_REVISION": revision}
     if brought:
         variables = variables | {"PYTHONPATH": CONNECTOR_DIR}
@@ -88,7 +88,7 @@ def vllm_objects(
         "image": engine.image,
         "command": VLLM_COMMAND,
         "args": [
-            *map(_as_it_is, (_path(model.uri), *engine.args)),
+            *map(_as_it_is, (folder, *engine.args)),
             *_arguments(service, engine.tensor_parallel_size),
             *_handoff(service, role, revision),
         ],
@@ -198,13 +198,8 @@ def _copy(service: InferenceService, pool: PoolName) -> dict[str, Any]:
         "command": ["cp", "--recursive", "--no-target-directory", CONNECTOR_DIR, _COPY_DIR],
         **CONFINED,
         "volumeMounts": [{"name": CONNECTOR_CONTAINER, "mountPath": _COPY_DIR}],
-        **without_devices(service.pools[pool].resources),
+        **resources_of(service.pools[pool].resources, devices=False),
     }
-
-
-def _path(uri: str) -> str:
-    """What a `file://` URI names; every model is one to the program in a pod."""
-    return unquote(urlsplit(uri).path)
 
 
 def _as_it_is(text: str) -> str:
