@@ -21,7 +21,7 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
 from diptych_operator.kube.children import Children, belongs_to, child_id, is_orphan_of
-from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.client import ApiError, Kube, name_of
 from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND
 from diptych_operator.plan import Step
 from diptych_operator.render import Serving
@@ -146,18 +146,14 @@ class Executor:
         }
         for pod in snapshot.pods:
             kind = (label(pod, REVISION_LABEL), label(pod, ROLE_LABEL))
-            meta = pod["metadata"]
             cost = str(open_work(pod, work))
             if kind in shrinking and annotation(pod, DELETION_COST_ANNOTATION) != cost:
-                await self._annotate_pod(meta, {DELETION_COST_ANNOTATION: cost})
-
-    async def _annotate_pod(self, meta: Mapping[str, Any], annotations: dict[str, str]) -> None:
-        patch = {"metadata": {"annotations": annotations}}
-        try:
-            await self._kube.merge("v1", "Pod", meta["namespace"], meta["name"], patch)
-        except ApiError as exc:
-            if exc.status != 404:
-                log.warning("pod %s: %s", meta["name"], exc)
+                patch = {"metadata": {"annotations": {DELETION_COST_ANNOTATION: cost}}}
+                try:
+                    await self._kube.merge(*name_of(pod), patch)
+                except ApiError as exc:
+                    if exc.status != 404:
+                        log.warning("pod %s: %s", pod["metadata"]["name"], exc)
 
     async def _remove(
         self, snapshot: ServiceSnapshot, step: Step, shared: Iterable[Object]

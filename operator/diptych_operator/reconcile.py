@@ -295,7 +295,11 @@ class Reconciler:
         in_use = keys.current in keys_in_pods(own, views)
         made = secret_name(service, keys.current)
         holders = {pod.name for pod in views if pod.has_volumes and made in pod.key_secrets}
-        current, problems = await self._current_token(service, keys.current, in_use, holders)
+        problems: tuple[Problem, ...] = ()
+        try:
+            current = await self._keys.ensure(service, keys.current, in_use=in_use, holders=holders)
+        except KeysLostError as exc:  # without its keys it cannot grow, but it serves
+            current, problems = exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
         older = await self._keys.token(service, keys.previous)
         # Routers report from their first moments on: they are not ready before a canary was.
         routers = [p for p in views if p.role == "router" and not (p.terminating or p.gone)]
@@ -309,19 +313,6 @@ class Reconciler:
         snapshot = ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
         self._routers.follow(key, asked if snapshot.asleep else [], tokens)
         return snapshot
-
-    async def _current_token(
-        self, service: InferenceService, keys: str, in_use: bool, holders: Collection[str]
-    ) -> tuple[str, tuple[Problem, ...]]:
-        """The admin token of the keys that are asked for, and what is to be told of them.
-
-        Without its keys a service cannot grow, but it serves: all else goes on.
-        """
-        try:
-            token = await self._keys.ensure(service, keys, in_use=in_use, holders=holders)
-            return token, ()
-        except KeysLostError as exc:
-            return exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
 
     async def _act(self, snapshot: ServiceSnapshot, step: Step, aim: Counts) -> _Done:
         """Do all that is to be done; one part that fails keeps no other from being done."""
@@ -425,9 +416,9 @@ class Reconciler:
         if after == before:
             return
         named = {"name": meta.name, "namespace": meta.namespace}
-        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": named}
+        about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": named}
         try:
-            await self._kube.apply_status(body | {"status": msgspec.to_builtins(after)})
+            await self._kube.apply_status(about, msgspec.to_builtins(after))
         except ApiError as exc:
             if not exc.is_refusal:
                 raise

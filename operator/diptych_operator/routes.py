@@ -14,8 +14,7 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.names import HTTP_PORT, ROUTE_SUFFIX, object_name
 from diptych_operator.api.parse import parse_route
-from diptych_operator.api.route import ROUTE_KIND, ModelRoute, RouteStatus
-from diptych_operator.api.service import API_VERSION
+from diptych_operator.api.route import ModelRoute, RouteStatus
 from diptych_operator.api.status import Condition, ConditionStatus
 from diptych_operator.kube.children import ChildId, Children, NotOursError, child_id
 from diptych_operator.kube.client import ApiError, Kube
@@ -172,9 +171,7 @@ class Routes:
         new = msgspec.to_builtins(status)
         if new != old:
             log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], reason, message)
-            named = {"name": meta["name"], "namespace": meta["namespace"]}
-            body = {"apiVersion": API_VERSION, "kind": ROUTE_KIND, "metadata": named}
-            await self._kube.apply_status(body | {"status": new})
+            await self._kube.apply_status(raw, new)
 
 
 def _differences(route: ModelRoute, name: str, router: Raw) -> Iterator[tuple[str, str]]:

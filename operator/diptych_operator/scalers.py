@@ -24,7 +24,7 @@ from diptych_operator.kube.children import (
     is_orphan_of,
     with_owner,
 )
-from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.client import ApiError, Kube, name_of
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.service_snapshot import ServiceSnapshot
 from diptych_operator.status.observed import Observed, Problem
@@ -155,18 +155,15 @@ class PoolScalers:
         seed = size(service, role, aim.of(role))
         if here is not None and is_orphan_of(here, service):
             # There is no right to give it an owner: it is made anew, with the size it asks for.
-            meta, seed = here["metadata"], int(here["spec"]["replicas"])
-            name = (meta["namespace"], meta["name"], meta["uid"])
-            await self._kube.delete(API_VERSION, SCALER_KIND, *name)
+            seed = int(here["spec"]["replicas"])
+            await self._kube.delete(*name_of(here), here["metadata"]["uid"])
             here = None
+        wanted = scaler(service, role, seed)
         if here is None:
-            await self._create(with_owner(scaler(service, role, seed), service), service)
+            await self._create(with_owner(wanted, service), service)
         status = scaler_status(service, role, snapshot.observed)
         if here is None or here.get("status") != status:
-            meta = metadata(service, role, role)
-            named = {name: meta[name] for name in ("name", "namespace")}
-            body = {"apiVersion": API_VERSION, "kind": SCALER_KIND, "metadata": named}
-            await self._kube.apply_status(body | {"status": status})
+            await self._kube.apply_status(wanted, status)
 
     async def _create(self, wanted: Object, service: InferenceService) -> None:
         """Create it; if it is there already, our watch is late or somebody took its labels off."""
@@ -176,8 +173,7 @@ class PoolScalers:
         except ApiError as exc:
             if exc.status != 409:
                 raise
-        meta = wanted["metadata"]
-        name = (API_VERSION, SCALER_KIND, meta["namespace"], meta["name"])
+        meta, name = wanted["metadata"], name_of(wanted)
         there = await self._kube.get(*name)
         if there is not None and not belongs_to(there, service):
             raise NotOursError(SCALER_KIND, meta["name"])

@@ -13,19 +13,16 @@ A refused object is not sent again for a while: passes are frequent while somebo
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from diptych_operator.api.base import Raw
+from diptych_operator.api.base import Raw, digest
 from diptych_operator.api.names import APPLIED_ANNOTATION, COMPONENT_LABEL, Owner, labels
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION
-from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.client import ApiError, Kube, name_of, tolerating
 from diptych_operator.kube.difference import differences
 
 ChildId = tuple[str, str, str]
@@ -125,9 +122,7 @@ class Children:
         name = child_id(owned)
         if now is None or name in self._applied or _lacks(now, owned):
             return
-        meta = now["metadata"]
-        name_there = (owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"])
-        live = await self._kube.get(*name_there, in_turn=True)
+        live = await self._kube.get(*name_of(owned), in_turn=True)
         ours = {part: value for part, value in owned.items() if part != "metadata"}
         if live is not None and not _lacks(live, owned) and not any(differences(ours, live)):
             self._applied[name] = _left(owned, live)
@@ -151,9 +146,8 @@ class Children:
     async def _overwrite(self, owned: Raw, *, dry_run: bool) -> Raw:
         """Replace lists whole. Apply merges them, and an entry that somebody changed may now stand
         beside ours and contradict it: two ports of one name, say."""
-        meta, patch = owned["metadata"], {"spec": owned["spec"]}
-        name = (owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"])
-        merged = await self._kube.merge(*name, patch, dry_run=dry_run)
+        patch = {"spec": owned["spec"]}
+        merged = await self._kube.merge(*name_of(owned), patch, dry_run=dry_run)
         return merged if dry_run else await self._kube.apply(owned)
 
     async def _check_free(self, owned: Raw, service: Owner, live: Mapping[ChildId, Raw]) -> None:
@@ -165,12 +159,9 @@ class Children:
                 raise NotOursError(owned["kind"], now["metadata"]["name"])
             return
         self._raise_if_refused(owned)
-        meta = owned["metadata"]
-        there = await self._kube.get(
-            owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"]
-        )
+        there = await self._kube.get(*name_of(owned))
         if there is not None and not (belongs_to(there, service) or is_orphan_of(there, service)):
-            error = NotOursError(owned["kind"], meta["name"])
+            error = NotOursError(owned["kind"], owned["metadata"]["name"])
             self._remember(owned, error)
             raise error
 
@@ -190,23 +181,13 @@ class Children:
         """Delete those objects that belong to the service; leave others alone."""
         for obj in victims:
             if belongs_to(obj, service):
-                meta = obj["metadata"]
                 self._applied.pop(child_id(obj), None)
-                await self._kube.delete(
-                    obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"], meta["uid"]
-                )
+                await self._kube.delete(*name_of(obj), obj["metadata"]["uid"])
 
     async def scale(self, deployment: Raw, replicas: int) -> None:
         """Change only the number of pods of a Deployment."""
-        meta = deployment["metadata"]
-        try:
-            await self._kube.merge(
-                "apps/v1", "Deployment", meta["namespace"], meta["name"],
-                {"spec": {"replicas": replicas}},
-            )  # fmt: skip
-        except ApiError as exc:
-            if exc.status != 404:
-                raise
+        with tolerating(404):
+            await self._kube.merge(*name_of(deployment), {"spec": {"replicas": replicas}})
 
     def forget(self, namespace: str, service_name: str) -> None:
         """Forget a deleted service. Kubernetes deletes its children by their owner references."""
@@ -257,12 +238,9 @@ async def adopt_orphan(kube: Kube, orphan: Raw, service: Owner) -> None:
     by giving it another owner. Raises `ApiError`."""
     meta = orphan["metadata"]
     seen = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
-    name = (orphan["apiVersion"], orphan["kind"], meta["namespace"], meta["name"])
-    try:
-        await kube.merge(*name, {"metadata": {**seen, "ownerReferences": [owner_of(service)]}})
-    except ApiError as exc:
-        if exc.status not in (404, 409):
-            raise
+    patch = {"metadata": {**seen, "ownerReferences": [owner_of(service)]}}
+    with tolerating(404, 409):
+        await kube.merge(*name_of(orphan), patch)
 
 
 def child_id(obj: Raw) -> ChildId:
@@ -296,9 +274,8 @@ def _lacks(live: Raw, owned: Raw) -> bool:
 def _stamped(obj: dict[str, Any], service: Owner) -> Raw:
     """The object as it is applied: with its owner, and a digest of all that."""
     owned = with_owner(obj, service)
-    digest = hashlib.sha256(msgspec.json.encode(owned, order="sorted")).hexdigest()[:16]
     meta = owned["metadata"]
-    notes = (meta.get("annotations") or {}) | {APPLIED_ANNOTATION: digest}
+    notes = (meta.get("annotations") or {}) | {APPLIED_ANNOTATION: digest(owned)}
     return owned | {"metadata": meta | {"annotations": notes}}
 
 

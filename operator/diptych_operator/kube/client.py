@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any, Self
@@ -95,6 +95,16 @@ class ApiError(DiptychError):
         return unknown_field or (400 <= self.status < 500 and self.status not in _NOT_ITS_FAULT)
 
 
+@contextlib.contextmanager
+def tolerating(*statuses: int) -> Iterator[None]:
+    """Leave the block at an error of these statuses."""
+    try:
+        yield
+    except ApiError as exc:
+        if exc.status not in statuses:
+            raise
+
+
 class Kube:
     """An authenticated session. Use it as an async context manager."""
 
@@ -145,24 +155,21 @@ class Kube:
 
         Waits for its turn, see `Pace`."""
         await self.pace.wait_and_take()
-        meta = obj["metadata"]
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         query |= {"dryRun": "All"} if dry_run else {}
-        path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
+        path = object_path(*name_of(obj))
         return await self._send("PATCH", path, query, obj, "application/apply-patch+yaml")
 
-    async def apply_status(self, obj: Raw) -> None:
-        """Apply the status; do nothing if the object no longer exists."""
-        meta = obj["metadata"]
-        path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
+    async def apply_status(self, about: Raw, status: Raw) -> None:
+        """Apply the status of an object; do nothing if it no longer exists."""
+        named = {part: about["metadata"][part] for part in ("namespace", "name")}
+        body = {part: about[part] for part in ("apiVersion", "kind")} | {"metadata": named}
+        path = f"{object_path(*name_of(about))}/status"
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        try:
+        with tolerating(404):
             await self.request(
-                "PATCH", f"{path}/status", query, obj, "application/apply-patch+yaml"
+                "PATCH", path, query, body | {"status": status}, "application/apply-patch+yaml"
             )
-        except ApiError as exc:
-            if exc.status != 404:
-                raise
 
     async def create(self, obj: Raw) -> Raw:
         meta = obj["metadata"]
@@ -172,35 +179,28 @@ class Kube:
     async def replace(self, obj: Raw) -> Raw:
         """Replace an object if nobody has changed it since its resourceVersion. Otherwise the API
         server answers with status 409."""
-        meta = obj["metadata"]
-        path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
-        return await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, obj)
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self.request("PUT", object_path(*name_of(obj)), query, obj)
 
     async def get(
         self, api_version: str, kind: str, namespace: str, name: str, *, in_turn: bool = False
     ) -> Raw | None:
         """Return the object, or None if it does not exist. With `in_turn` it waits, see `Pace`."""
         path = object_path(api_version, kind, namespace, name)
-        try:
+        with tolerating(404):
             if in_turn:
                 await self.pace.wait_and_take()
                 return await self._send("GET", path, None, None, "application/json")
             return await self.request("GET", path)
-        except ApiError as exc:
-            if exc.status == 404:
-                return None
-            raise
+        return None
 
     async def exists(self, api_version: str, kind: str, namespace: str, name: str) -> bool:
         """Whether the object exists. Its content is not transferred."""
         path = object_path(api_version, kind, namespace, name)
-        try:
+        with tolerating(404):
             await self.request("GET", path, accept=_METADATA_ONLY)
-        except ApiError as exc:
-            if exc.status == 404:
-                return False
-            raise
-        return True
+            return True
+        return False
 
     async def merge(
         self,
@@ -222,26 +222,20 @@ class Kube:
     ) -> None:
         """Delete exactly this object; an object of the same name but another uid is left alone."""
         options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
-        try:
-            path = object_path(api_version, kind, namespace, name)
+        path = object_path(api_version, kind, namespace, name)
+        with tolerating(404, 409):  # gone, or another one by now
             await self.request("DELETE", path, None, options)
-        except ApiError as exc:
-            if exc.status not in (404, 409):  # gone, or another one by now
-                raise
 
     async def can_list(self, api_version: str, kind: str, namespaces: Sequence[str]) -> bool:
         """Whether the kind exists and may be listed in each namespace or, if none is given, in all.
 
         Raises `ApiError` if the API server gives no answer.
         """
-        for namespace in namespaces or ("",):
-            try:
+        with tolerating(403, 404):
+            for namespace in namespaces or ("",):
                 await self.request("GET", object_path(api_version, kind, namespace), {"limit": "1"})
-            except ApiError as exc:
-                if exc.status in (403, 404):
-                    return False
-                raise
-        return True
+            return True
+        return False
 
     async def group_versions(self) -> list[str]:
         """Return all `group/version` that the cluster serves."""
@@ -300,6 +294,12 @@ class Kube:
         except UNREADABLE as exc:
             raise ApiError(0, "Garbled", f"this is not the API server's answer: {exc}") from exc
         return answer
+
+
+def name_of(obj: Raw) -> tuple[str, str, str, str]:
+    """Return API version, kind, namespace and name of an object."""
+    meta = obj["metadata"]
+    return obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"]
 
 
 def object_path(api_version: str, kind: str, namespace: str, name: str = "") -> str:

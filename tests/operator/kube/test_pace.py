@@ -50,7 +50,7 @@ async def test_a_status_is_written_while_children_wait() -> None:
     async with serving(store) as kube:
         kube.pace = Pace(rate=NEVER, burst=0)
         waiting = asyncio.create_task(kube.apply(child))
-        await kube.apply_status(service | {"metadata": meta, "status": {}})
+        await kube.apply_status(service | {"metadata": meta}, {})
         assert store.names("inferenceservices") == {"svc"}
         assert not store.names("configmaps")
         assert not waiting.done()
