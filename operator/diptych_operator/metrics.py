@@ -26,7 +26,7 @@ _UNWELL = {
 _PASS_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class OperatorMetrics:
+class OperatorMetrics(Collector):
     """The metrics, in a registry of their own; nothing is registered globally."""
 
     def __init__(self) -> None:
@@ -47,8 +47,7 @@ class OperatorMetrics:
         """Services that this operator would render otherwise."""
         self._status: dict[ServiceKey, Status] = {}
         self._failing: set[ServiceKey] = set()
-        self.registry.register(_Conditions(self._status, self._failing))
-        self.registry.register(_Pending(lambda: self.pending()))
+        self.registry.register(self)
 
     @contextmanager
     def timed(self, key: ServiceKey) -> Iterator[None]:
@@ -76,17 +75,12 @@ class OperatorMetrics:
         gauge = Gauge(PREFIX + name, meaning, registry=self.registry)
         gauge.set_function(read)
 
-
-class _Conditions(Collector):
-    """Services by condition, and those that are not well by name: few series while all are."""
-
-    def __init__(self, status: dict[ServiceKey, Status], failing: set[ServiceKey]) -> None:
-        self._status, self._failing = status, failing
-
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
+        """Services by condition, and by name those that are not well, and those whose pods wait for
+        their turn: few series while all are well."""
         tally = Tally(
             (condition.type, condition.status)
             for status in self._status.values()
@@ -109,6 +103,14 @@ class _Conditions(Collector):
         for key, condition in sorted(self._unwell()):
             unwell.add_metric((*key, condition), 1)
         yield unwell
+        pending = GaugeMetricFamily(
+            f"{PREFIX}pending_changes",
+            "1 for a service whose pods this operator would render otherwise.",
+            labels=("namespace", "diptych_dev_service"),
+        )
+        for key in self.pending():
+            pending.add_metric(key, 1)
+        yield pending
 
     def _unwell(self) -> Iterator[tuple[ServiceKey, str]]:
         yield from ((key, "Reconciled") for key in self._failing)
@@ -118,26 +120,6 @@ class _Conditions(Collector):
                     condition.type, ()
                 ):
                     yield key, condition.type
-
-
-class _Pending(Collector):
-    """A series for each service whose pods wait for their turn, and none for others."""
-
-    def __init__(self, pending: Callable[[], Iterable[ServiceKey]]) -> None:
-        self._pending = pending
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            f"{PREFIX}pending_changes",
-            "1 for a service whose pods this operator would render otherwise.",
-            labels=("namespace", "diptych_dev_service"),
-        )
-        for key in self._pending():
-            family.add_metric(key, 1)
-        yield family
 
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]

@@ -20,8 +20,8 @@ class Referents:
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self._there_until: dict[_Id, float] = {}
-        self._missing_until: dict[_Id, float] = {}
+        self._seen: dict[_Id, tuple[bool, float]] = {}
+        """Whether it was there, and until when that is believed."""
 
     async def missing(
         self, service: Owner, wanted: Collection[Reference]
@@ -33,11 +33,9 @@ class Referents:
 
     async def _is_there(self, what: _Id) -> bool:
         now = time.monotonic()
-        for memory in (self._there_until, self._missing_until):
-            for old in [seen for seen, until in memory.items() if until <= now]:
-                del memory[old]
-        if what in self._there_until or what in self._missing_until:
-            return what in self._there_until
+        self._seen = {each: seen for each, seen in self._seen.items() if seen[1] > now}
+        if what in self._seen:
+            return self._seen[what][0]
         namespace, (kind, name) = what
         try:
             there = await self._kube.exists("v1", kind, namespace, name)
@@ -45,8 +43,5 @@ class Referents:
             if not exc.is_refusal:
                 raise
             there = True  # nobody lets us look; the pod's own words have to do
-        memory, seconds = (
-            (self._there_until, RECHECK_S) if there else (self._missing_until, REFUSAL_S)
-        )
-        memory[what] = now + seconds
+        self._seen[what] = there, now + (RECHECK_S if there else REFUSAL_S)
         return there

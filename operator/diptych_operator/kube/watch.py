@@ -8,6 +8,7 @@ is away. Children are deleted by their owner references instead.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -105,16 +106,8 @@ def watched_paths(cluster: Cluster, namespaces: Sequence[str]) -> list[str]:
     owners = [kind for _, *kind, _ in _owner_kinds(cluster)]
     kinds = [*owners, *_child_kinds(cluster).values(), _POD_KIND]
     return [
-        "/".join(
-            filter(
-                None,
-                (
-                    f"/apis/{group}/{version}" if group else f"/api/{version}",
-                    f"namespaces/{namespace}" if namespace else "",
-                    plural,
-                ),
-            )
-        )
+        (f"/apis/{group}/{version}" if group else f"/api/{version}")
+        + (f"/namespaces/{namespace}/{plural}" if namespace else f"/{plural}")
         for group, version, plural in kinds
         for namespace in namespaces or ("",)
     ]
@@ -162,37 +155,29 @@ def registry(
     handlers = kopf.OperatorRegistry()
     kopf.on.login(id="login", registry=handlers)(_listening_login(answered))
 
-    async def index_child(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
-        return {_service_key(body): trimmed(dict(body))}
+    def follow(
+        name: str,
+        kind: tuple[str, str, str],
+        key_of: Callable[[Raw], ServiceKey],
+        kept: Callable[[dict[str, Any]], Raw],
+        labels: dict[str, Any] | None = None,
+    ) -> None:
+        async def index(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
+            return {key_of(body): kept(dict(body))}
 
-    async def wake_owner(body: kopf.Body, **kwargs: Any) -> None:
-        indexed.adopt(kwargs)
-        changed(_service_key(body))
-
-    def watch_owners(name: str, kind: tuple[str, str, str], suffix: str) -> None:
-        def key_of(body: kopf.Body) -> ServiceKey:
-            return body["metadata"]["namespace"], body["metadata"]["name"] + suffix
-
-        async def index_one(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
-            return {key_of(body): _without_bookkeeping(dict(body))}
-
-        async def wake_one(body: kopf.Body, **kwargs: Any) -> None:
+        async def wake(body: kopf.Body, **kwargs: Any) -> None:
             indexed.adopt(kwargs)
             changed(key_of(body))
 
-        kopf.index(*kind, id=name, registry=handlers)(index_one)
-        kopf.on.event(*kind, id=f"wake_{name}", registry=handlers)(wake_one)
+        kopf.index(*kind, id=name, labels=labels, registry=handlers)(index)
+        kopf.on.event(*kind, id=f"wake_{name}", labels=labels, registry=handlers)(wake)
 
     for name, group, version, plural, suffix in _owner_kinds(cluster):
-        watch_owners(name, (group, version, plural), suffix)
-    kinds = _child_kinds(cluster) | {PODS: _POD_KIND}
+        follow(name, (group, version, plural), partial(_own_key, suffix), _without_bookkeeping)
     # The server has filtered already; this keeps out what was relabelled since.
     ours: dict[str, Any] = {MANAGED_BY_LABEL: MANAGED_BY, SERVICE_LABEL: kopf.PRESENT}
-    for name, (group, version, plural) in kinds.items():
-        kopf.index(group, version, plural, id=name, labels=ours, registry=handlers)(index_child)
-        kopf.on.event(group, version, plural, id=f"wake_{name}", labels=ours, registry=handlers)(
-            wake_owner
-        )
+    for name, child_kind in (_child_kinds(cluster) | {PODS: _POD_KIND}).items():
+        follow(name, child_kind, _service_key, trimmed, ours)
     return handlers
 
 
@@ -207,6 +192,10 @@ def settings(cluster: Cluster) -> kopf.OperatorSettings:
     for _, _, plural in (*_child_kinds(cluster).values(), _POD_KIND):
         chosen.watching.label_selectors[plural] = selector
     return chosen
+
+
+def _own_key(suffix: str, body: Raw) -> ServiceKey:
+    return body["metadata"]["namespace"], body["metadata"]["name"] + suffix
 
 
 def _service_key(body: Raw) -> ServiceKey:
