@@ -40,6 +40,7 @@ from diptych_operator.attainment import NEW, Learned, attainment, need
 from diptych_operator.counts import NOTHING, Counts
 from diptych_protocol.admin import EngineReport, RouterReport
 
+Autoscaling = PrefillAutoscaling | DecodeAutoscaling
 TOLERANCE = 0.1
 """Decode keeps its size while its use of KV differs from the target by at most this share."""
 _NOISE = 1e-6
@@ -105,7 +106,7 @@ def autoscale(
     if may_sleep and not (wanted.decode and (wanted.prefill or prefill is None)):
         return _woken(reports, memory, now, Counts(0 if prefill is None else 1, 1))
 
-    in_view = Counts(_listed(engines, "prefill"), _listed(engines, "decode"))
+    in_view = Counts(*(sum(engine.role == role for engine in engines) for role in POOLS))
     in_reach = bool(reports) and not unreachable_routers
     all_in_view = in_view.prefill >= ready.prefill and in_view.decode >= ready.decode
     # Pods that load have something to do, and it may take longer than any patience.
@@ -114,7 +115,8 @@ def autoscale(
     quiet = min((each.quiet_s for each in reports if each.quiet_s is not None), default=math.inf)
     known_busy_at = now if memory.busy_at is None else max(memory.busy_at, now - quiet)
     busy_at = known_busy_at if idle else now
-    patience = max(_patience(pool.autoscaling) for pool in pools)
+    scalings = (pool.autoscaling for pool in pools if pool.autoscaling)
+    patience = max((scaling.scale_down_seconds for scaling in scalings), default=0)
     if may_sleep and idle and memory.busy_at is not None and now - busy_at >= patience:
         asleep = replace(memory, prefill=(), decode=(), busy_at=busy_at)
         return Scaling(NOTHING, asleep, f"asleep: nothing to do for {patience} s")
@@ -158,10 +160,6 @@ def _busier(a: EngineReport, b: EngineReport) -> EngineReport:
         leases_held=max(a.leases_held, b.leases_held),
         blocks_held=min(a.blocks_held, b.blocks_held),
     )
-
-
-def _listed(engines: Sequence[EngineReport], role: str) -> int:
-    return sum(1 for engine in engines if engine.role == role)
 
 
 def _busy(reports: Sequence[RouterReport], engines: Sequence[EngineReport]) -> bool:
@@ -229,15 +227,8 @@ def _prefill(
         if engine.role == "prefill"
     )
     each = scaling.queued_tokens_per_replica
-    return _Pool(
-        "prefill",
-        current,
-        -(-tokens // each),
-        f"{tokens} uncached tokens wait, {each} each",
-        max(1, scaling.min_replicas),
-        scaling.max_replicas,
-        scaling.scale_down_seconds,
-    )
+    why = f"{tokens} uncached tokens wait, {each} each"
+    return _scaled("prefill", current, -(-tokens // each), why, scaling)
 
 
 def _decode(pool: DecodePool, engines: Sequence[EngineReport], current: int) -> _Pool:
@@ -253,15 +244,12 @@ def _decode(pool: DecodePool, engines: Sequence[EngineReport], current: int) -> 
         why = f"{waiting} requests wait, {scaling.waiting_per_replica} each"
     else:
         why = f"KV of {used:.1f} pods in use, {scaling.kv_utilization} % each"
-    return _Pool(
-        "decode",
-        current,
-        max(by_memory, by_queue),
-        why,
-        max(1, scaling.min_replicas),
-        scaling.max_replicas,
-        scaling.scale_down_seconds,
-    )
+    return _scaled("decode", current, max(by_memory, by_queue), why, scaling)
+
+
+def _scaled(role: str, current: int, asked: int, why: str, scaling: Autoscaling) -> _Pool:
+    least, most = max(1, scaling.min_replicas), scaling.max_replicas
+    return _Pool(role, current, asked, why, least, most, scaling.scale_down_seconds)
 
 
 def _proportional(exact: float, current: int) -> int:
@@ -288,7 +276,7 @@ class _Look:
 
 def _promising(
     pool: _Pool,
-    scaling: PrefillAutoscaling | DecodeAutoscaling | None,
+    scaling: Autoscaling | None,
     learned: Learned,
     look: _Look,
     *,
@@ -312,10 +300,6 @@ def _promising(
     )
     asked = max(pool.asked, found.pods)
     return replace(pool, asked=asked, why=pool.why + found.why), found.learned if known else learned
-
-
-def _patience(scaling: PrefillAutoscaling | DecodeAutoscaling | None) -> int:
-    return scaling.scale_down_seconds if scaling else 0
 
 
 def _woken(reports: Sequence[RouterReport], memory: Memory, now: float, first: Counts) -> Scaling:

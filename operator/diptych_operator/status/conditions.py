@@ -35,9 +35,9 @@ def judge(seen: Situation) -> dict[ConditionType, Verdict]:
         verdicts = {
             ConditionType.AVAILABLE: _available(seen),
             ConditionType.PROGRESSING: _progressing(seen),
-            ConditionType.PREFILL_READY: _pool(seen, "prefill"),
-            ConditionType.DECODE_READY: _pool(seen, "decode"),
-            ConditionType.ROUTER_READY: _router(seen),
+            ConditionType.PREFILL_READY: _pods(seen, "prefill"),
+            ConditionType.DECODE_READY: _pods(seen, "decode"),
+            ConditionType.ROUTER_READY: _pods(seen, "router"),
             ConditionType.KV_TRANSFER_VERIFIED: _transfer(seen),
         }
     verdicts[ConditionType.DEGRADED] = _degraded(seen)
@@ -118,29 +118,20 @@ def _asleep(seen: Situation) -> Verdict:
 # --- are the pods there? ----------------------------------------------------------------------
 
 
-def _pool(seen: Situation, role: str) -> Verdict:
-    ready, wanted = seen.ready(role, seen.serving), seen.wanted(role)
+def _pods(seen: Situation, role: str) -> Verdict:
+    of_routers = role == "router"
+    ready, wanted = seen.ready(role, None if of_routers else seen.serving), seen.wanted(role)
     if resting := _resting(seen, role):
         return resting
     if ready >= wanted:
         turned = seen.observed.turned(role)
         now = f"; {turned} took the other pool's role" if turned else ""
         return Verdict("True", Reason.PODS_READY, f"{ready} ready, {wanted} wanted{now}.")
-    findings = seen.findings[role]
-    reason = findings[0].reason if findings else Reason.STARTING
-    return Verdict("False", reason, _state(seen, role))
-
-
-def _router(seen: Situation) -> Verdict:
-    ready, wanted = seen.ready("router"), seen.wanted("router")
-    if resting := _resting(seen, "router"):
-        return resting
-    if ready >= wanted:
-        return Verdict("True", Reason.PODS_READY, f"{ready} ready, {wanted} wanted.")
-    reason = Reason.ROUTER_NOT_READY if _router_words(seen) else Reason.STARTING
-    if findings := seen.findings["router"]:
+    says = of_routers and _router_words(seen)
+    reason = Reason.ROUTER_NOT_READY if says else Reason.STARTING
+    if findings := seen.findings[role]:
         reason = findings[0].reason
-    return Verdict("False", reason, _state(seen, "router"))
+    return Verdict("False", reason, _state(seen, role))
 
 
 def _resting(seen: Situation, role: str) -> Verdict | None:

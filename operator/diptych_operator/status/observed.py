@@ -116,10 +116,8 @@ class Observed:
         return tuple(sorted(found - {""}))
 
     def deployment(self, role: str, revision: str = "") -> DeploymentView | None:
-        for view in self.deployments:
-            if view.role == role and view.revision == revision:
-                return view
-        return None
+        views = self.deployments
+        return next((v for v in views if (v.role, v.revision) == (role, revision)), None)
 
     def pools(self, revision: str) -> tuple[Role, ...]:
         """Return the pools of a revision; only decode if its engines compute prompts too."""
