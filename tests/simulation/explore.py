@@ -19,10 +19,13 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 from sim_schedule import run_schedule
 from sim_table import missing, table
-from tqdm import tqdm
 
 CHUNK = 100
 """Schedules that a process runs at a time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 
+from engine_kit.block_checks import check_blocks
 from sim_engine import SimEngine
 from sim_router import SimRouter
 
@@ -12,7 +13,7 @@ from diptych_kv_transfer.tables.lease import LIVE, LeaseState
 
 def check_memory(engine: SimEngine, contents: Mapping[bytes, tuple[int, ...]]) -> None:
     """P2: every prefix that may be read stands in its block, and blocks are held or free."""
-    engine.pool.check_integrity()
+    check_blocks(engine.pool)
     for block_hash, block in engine.pool.remembered().items():
         wanted = contents.get(block_hash)
         assert wanted is not None, f"P2: {engine.name} remembers a prefix that nobody asked for"

@@ -325,25 +325,6 @@ class BlockPool:
         if changes.pop(name, None) is None:
             changes[name] = remembered
 
-    def check_integrity(self) -> None:
-        """Raise unless every block is either held or free, and hashes agree both ways."""
-        for block, holders in enumerate(self._holders):
-            queued, pinned = block in self._free, block in self._pinned
-            if holders < 0 or queued != (holders == 0 and not pinned):
-                raise RuntimeError(f"block {block}: {holders} holders, free={queued}")
-            block_hash = self._hash_of[block]
-            if pinned and block_hash is None:
-                raise RuntimeError(f"block {block} is pinned and remembers nothing")
-            if block_hash is not None and self._block_of.get(block_hash) != block:
-                raise RuntimeError(f"block {block} remembers a hash that points elsewhere")
-        idle = [block for block in range(self.num_blocks) if self._holders[block] == 0]
-        if self.num_free != len(idle):
-            raise RuntimeError(f"{self.num_free} blocks are said to be free, {len(idle)} are")
-        if self.num_remembered != sum(self._hash_of[block] is not None for block in idle):
-            raise RuntimeError(f"{self.num_remembered} free blocks are said to be remembered")
-        if len(self._block_of) != sum(h is not None for h in self._hash_of):
-            raise RuntimeError("a hash points to a block that does not remember it")
-
 
 def _name(block_hash: bytes, group: int) -> Name:
     return (block_hash, group) if group else block_hash

@@ -24,9 +24,6 @@ class WaitingQueue(Protocol):
     def peek(self) -> Request:
         """Return the next request. Raises `IndexError` when none waits."""
 
-    def pop(self) -> Request:
-        """Remove and return the next request. Raises `IndexError` when none waits."""
-
     def remove(self, request: Request) -> None:
         """Remove a request. Raises `ValueError` if it does not wait."""
 
@@ -87,11 +84,6 @@ class FairQueue:
             raise IndexError("nobody waits")
         return min((lane.peek() for lane in self._lanes.values()), key=self._order)
 
-    def pop(self) -> Request:
-        request = self.peek()
-        self.remove(request)
-        return request
-
     def remove(self, request: Request) -> None:
         lane = self._lanes.get(request.account.tenant)
         if lane is None:
@@ -139,9 +131,6 @@ class _Lane:
 
     def peek(self) -> Request:
         return self._requests[0]
-
-    def pop(self) -> Request:
-        return self._requests.pop(0)
 
     def __len__(self) -> int:
         return len(self._requests)

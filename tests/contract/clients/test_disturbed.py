@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import CLIENT, core_request, make_core, run, step, tokens
 from model_kit.checkpoints import SIZES, random_tensors, save_adapter, save_model
 
@@ -138,7 +139,7 @@ def test_contract_C15_a_disturbed_request_is_answered_as_if_it_were_alone(
         for output in core.take_outputs().get(CLIENT, []):
             made[output.request_id].append(output)
         core.deferred.settle()
-        core.scheduler.pool.check_integrity()
+        check_blocks(core.scheduler.pool)
         if all(outputs and outputs[-1].finished for outputs in made.values()):
             break
     else:

@@ -111,7 +111,8 @@ def test_contract_B08_a_request_leaves_the_queue_once(queue: FcfsQueue | Priorit
     assert list(queue) == list(reversed(queue)) == [b]
     with pytest.raises(ValueError, match=r"."):
         queue.remove(a)
-    assert queue.pop() is b
+    assert queue.peek() is b
+    queue.remove(b)
     with pytest.raises(IndexError):
         queue.peek()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from engine_kit.block_checks import check_blocks
 from engine_kit.toy_engine import (
     BLOCK,
     ToyRunner,
@@ -64,7 +65,7 @@ def steps(scheduler: Scheduler, runner: ToyRunner) -> None:
                 scheduler.suspend(request)
             elif request.finish_reason is not None:
                 scheduler.finish(request, request.finish_reason)
-        scheduler.pool.check_integrity()
+        check_blocks(scheduler.pool)
     pytest.fail("not finished")
 
 

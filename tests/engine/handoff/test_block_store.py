@@ -14,6 +14,7 @@ from pathlib import Path
 from select import POLLIN, poll
 
 import pytest
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import CLIENT, core_request, make_core, step, tokens
 from engine_kit.handoff import prompt_of, save_toy
 from waits import PATIENCE_S, Deadline
@@ -361,7 +362,7 @@ def test_a_prefix_from_a_disk_that_hangs_is_computed_and_the_next_does_not_wait(
         engine.settle()
         pool = engine.core.scheduler.pool
         assert pool.num_free == pool.num_blocks
-        pool.check_integrity()
+        check_blocks(pool)
         assert engine.core.stats().disk_tokens == 0
 
 
@@ -432,7 +433,7 @@ def test_a_request_that_ends_while_its_prefix_is_read_leaves_nothing(
         engine.core.take_outputs()
         pool = engine.core.scheduler.pool
         assert pool.num_free == pool.num_blocks
-        pool.check_integrity()
+        check_blocks(pool)
         assert engine.answer(name="next") == (expected, NUM_STORED)
 
 

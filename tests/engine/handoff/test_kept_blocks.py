@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import DUMMY, core_request, make_core, run, tokens
 from engine_kit.handoff import prompt_of
 from hypothesis import strategies as st
@@ -121,7 +122,7 @@ class Lives(RuleBasedStateMachine):
         expected = {name: sealed[name] for name in sealed if places[name] not in self.held}
         assert {name: self.life.content(block) for name, block in here.items()} == expected
         assert set(self.life.kept.adopted) >= set(here.values())
-        self.life.pool.check_integrity()
+        check_blocks(self.life.pool)
         self.sealed = here
 
     @precondition(lambda self: self.life.pool.num_free)
@@ -269,7 +270,7 @@ def test_blocks_that_are_not_as_they_were_sealed_are_never_served(tmp_path: Path
         for name, block in life.remembered().items():
             assert life.content(block) == contents[name]
         served += len(life.kept.adopted)
-        life.pool.check_integrity()
+        check_blocks(life.pool)
         life.kill()
     assert served > NUM_DAMAGED  # others were sound
 

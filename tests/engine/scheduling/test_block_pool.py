@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engine_kit.block_checks import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -64,7 +65,7 @@ def test_asking_for_too_many_blocks_raises_and_changes_nothing(count: int) -> No
     pool = BlockPool(2)
     with pytest.raises(RuntimeError, match="2 free"):
         pool.allocate(count)
-    pool.check_integrity()
+    check_blocks(pool)
     assert pool.num_free == 2
 
 
@@ -111,7 +112,7 @@ def test_the_longest_prefix_is_found_of_which_all_that_is_seen_is_cached(
         assert pool.match_length(hashes, min(former, whole[-1])) == whole[-1]
     pool.take(found)
     pool.release(found)
-    pool.check_integrity()
+    check_blocks(pool)
 
 
 class Turns:
@@ -133,7 +134,7 @@ class Turns:
         if pin_s or session:
             self.pool.pin(hashes, tenant, pin_s, session)
         self.pool.release(blocks)
-        self.pool.check_integrity()
+        check_blocks(self.pool)
         return len(found)
 
 
@@ -332,7 +333,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_are_straight(self) -> None:
-        self.pool.check_integrity()
+        check_blocks(self.pool)
         assert self.pool.num_free == 8 - len({b for held in self.held for b in held})
 
 

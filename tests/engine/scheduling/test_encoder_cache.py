@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+from engine_kit.block_checks import check_blocks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,7 +182,7 @@ def test_every_request_ends_with_what_its_images_say(
     scheduler.schedule()
     assert not any(scheduler.encoder._holders.values()), "nobody is left to hold an image"
     assert scheduler.pool.num_free == num_blocks
-    scheduler.pool.check_integrity()
+    check_blocks(scheduler.pool)
 
 
 def test_an_image_is_encoded_once_for_all_requests_and_chunks() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
+from engine_kit.block_checks import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def run(scheduler: Scheduler, runner: ToyRunner, max_steps: int = 5000) -> None:
         for made in scheduler.update(plan, runner.execute(plan)):
             if made.request.finish_reason is not None:
                 scheduler.finish(made.request, made.request.finish_reason)
-        scheduler.pool.check_integrity()
+        check_blocks(scheduler.pool)
     pytest.fail(f"not finished after {max_steps} steps")
 
 
@@ -312,7 +313,7 @@ def test_a_request_aborted_during_a_step_emits_nothing_more() -> None:
     result = runner.execute(plan)
     scheduler.finish(request, FinishReason.ABORT)
     assert scheduler.update(plan, result) == []
-    scheduler.pool.check_integrity()
+    check_blocks(scheduler.pool)
 
 
 def remote(tokens: int) -> KVTransferParams:
@@ -448,7 +449,7 @@ def test_leased_blocks_outlive_their_request_until_the_lease_ends() -> None:
     scheduler.leased.end("lease")
     assert scheduler.pool.num_free == 8
     scheduler.leased.end("lease")  # a second report changes nothing
-    scheduler.pool.check_integrity()
+    check_blocks(scheduler.pool)
 
 
 def test_two_leases_of_one_name_give_back_their_own_blocks() -> None:

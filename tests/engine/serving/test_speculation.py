@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import CLIENT, DUMMY, core_request, guess_always, make_core, run, tokens
 from engine_kit.handoff import LocalRouter, engines, prompt_of, request, save_toy
 from model_kit.checkpoints import save_adapter, save_cut
@@ -140,7 +141,7 @@ def test_an_answer_is_the_same(
         outputs = run(core, asked("r", PROMPT, **OPTIONS[option]), *others)
         made.append({name: told(each) for name, each in outputs.items()})
         assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
-        core.scheduler.pool.check_integrity()
+        check_blocks(core.scheduler.pool)
     assert made[1] == made[0]
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import (
     CLIENT,
     DUMMY,
@@ -128,7 +129,7 @@ def test_answers_are_those_of_transformers(
     assert same(ask(engine, PROMPTS[:1]), expected[:1]), "behind its own prefix"
     assert preempts or engine.stats().prefix_cache_hits >= NUM_TOKENS - 4
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-    engine.scheduler.pool.check_integrity()
+    check_blocks(engine.scheduler.pool)
 
 
 def held_by_group(engine: EngineCore) -> list[int]:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import CLIENT, core_request, generate, make_core, step, tokens
 
 from diptych_engine.control.core import EngineCore
@@ -77,7 +78,7 @@ class Owner:
     @property
     def all_blocks_free(self) -> bool:
         pool = self.core.scheduler.pool
-        pool.check_integrity()
+        check_blocks(pool)
         return pool.num_free == pool.num_blocks
 
 

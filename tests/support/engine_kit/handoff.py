@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import CLIENT, core_request, make_core
 from model_kit.checkpoints import SIZES, random_tensors, save_model
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -108,7 +109,7 @@ class Engine:
     def at_rest(self) -> bool:
         """It holds nothing of anybody."""
         scheduler = self.core.scheduler
-        scheduler.pool.check_integrity()
+        check_blocks(scheduler.pool)
         stats = self.hinge
         held = (
             scheduler.requests, scheduler.loading, scheduler.leased,

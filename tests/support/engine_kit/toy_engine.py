@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine_kit.block_checks import check_blocks
+
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, StepPlan, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler
@@ -93,7 +95,7 @@ def step(scheduler: Scheduler, runner: ToyRunner) -> list[str]:
     for made in scheduler.update(plan, runner.execute(plan)):
         if made.request.finish_reason is not None:
             scheduler.finish(made.request, made.request.finish_reason)
-    scheduler.pool.check_integrity()
+    check_blocks(scheduler.pool)
     return [share.request.request_id for share in plan.scheduled]
 
 
