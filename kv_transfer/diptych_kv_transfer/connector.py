@@ -55,7 +55,11 @@ class HingeDriver(Protocol):
         """Queue a command, which the driver carries out soon."""
 
     def poll_events(self) -> list[Report]:
-        """Return what has ended, and what other engines asked for, since the last call."""
+        """Return the leases and loads that have ended since the last call, and the prefixes that
+        other engines asked for.
+
+        Raises `RuntimeError` if the driver has failed. The engine cannot continue without it.
+        """
 
     def stats(self) -> KVTransferStats:
         """Return totals since the start, and what is held now."""
@@ -179,6 +183,8 @@ class KVConnector:
         self.host = config.advertise_host or config.listen_host
         self.port = driver.port
         self.wake_fd = driver.wake_fd
+        self.poll_events, self.stats, self.close = driver.poll_events, driver.stats, driver.close
+        """See `HingeDriver`."""
         self._described = describe_engine(me, self.host, self.port, self._lease_seconds)
         self.proof = references.proof_of_engine(self._described)
         """The `proof` in announcements of this engine's leases."""
@@ -385,21 +391,3 @@ class KVConnector:
         self._references.check_lease(params)
         lease = lease_of(params, self._lease_seconds)
         self._driver.tell(lambda hinge, _now: hinge.loads.reject(lease))
-
-    # --- the driver ---------------------------------------------------------------------------
-
-    def poll_events(self) -> list[Report]:
-        """Return the leases and loads that have ended since the last call, and the prefixes that
-        other engines asked for.
-
-        Raises `RuntimeError` if the driver has failed. The engine cannot continue without it.
-        """
-        return self._driver.poll_events()
-
-    def stats(self) -> KVTransferStats:
-        """Return totals since the start, and what is held now."""
-        return self._driver.stats()
-
-    def close(self) -> None:
-        """Cut all connections. Safe to call twice."""
-        self._driver.close()

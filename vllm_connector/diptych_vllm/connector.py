@@ -189,7 +189,9 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
             copies, launched = copies_of(kv_caches)
         shards = shards_of(kv_caches, self._kv_cache_config.num_blocks, copies)
         group, facts = get_tp_group(), self._facts()
-        ranks = self._ranks(group.rank_in_group, group.world_size)
+        model = self._vllm_config.model_config
+        num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+        ranks = Ranks(num_heads, group.world_size, group.rank_in_group)
         fit = heads_come_first(kv_caches, str(facts["kv_layout"]), ranks)
         ranks = dataclasses.replace(ranks, heads_first=fit)
         epoch = f"{os.getpid():x}-{secrets.token_hex(8)}"
@@ -211,10 +213,6 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
             References(self._key).proof_of_engine(engine),
             _announced_from(self._vllm_config, self._groups),
         )
-
-    def _ranks(self, rank: int, num_ranks: int) -> Ranks:
-        model = self._vllm_config.model_config
-        return Ranks(1 if model.use_mla else model.get_total_num_kv_heads(), num_ranks, rank)
 
     def _facts(self) -> dict[str, str | int]:
         """What engines must agree on, and their KV memory does not show."""

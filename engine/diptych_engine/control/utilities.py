@@ -36,10 +36,13 @@ def call_utility(
         signature.bind(*args)
     except TypeError as exc:
         raise InvalidRequestError(f"the arguments do not fit: {exc}") from None
-    parameters = list(signature.parameters.values())
-    converted = [
-        _argument(parameters, index, value, hints, convert) for index, value in enumerate(args)
-    ]
+    names, converted = [*signature.parameters], list[Any]()
+    for index, value in enumerate(args):
+        name = names[min(index, len(names) - 1)]  # the last one may be *args
+        try:
+            converted.append(convert(value, hints.get(name, Any)))
+        except msgspec.ValidationError as exc:
+            raise InvalidRequestError(f"argument {name}: {exc}", param=name) from None
     return method(*converted)
 
 
@@ -51,20 +54,6 @@ def _declared(
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[bound:]
     return signature.replace(parameters=parameters), get_type_hints(function)
-
-
-def _argument(
-    parameters: list[inspect.Parameter],
-    index: int,
-    value: Any,
-    hints: dict[str, Any],
-    convert: Convert,
-) -> Any:
-    name = parameters[min(index, len(parameters) - 1)].name  # the last one may be *args
-    try:
-        return convert(value, hints.get(name, Any))
-    except msgspec.ValidationError as exc:
-        raise InvalidRequestError(f"argument {name}: {exc}", param=name) from None
 
 
 T = TypeVar("T")

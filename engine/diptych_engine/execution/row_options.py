@@ -159,19 +159,11 @@ class RowOptions:
             else GrammarState(request.grammar, request.reasoning, request.digits),
             [processors[name] for name in params.logits_processors or ()],
         )
-        return options if options._any else None
-
-    @property
-    def _any(self) -> bool:
-        return bool(
-            self.logprobs
-            or self.min_tokens
-            or self.bad_words
-            or self.bias
-            or self.penalties
-            or self.grammar
-            or self.processors
-        )
+        given = (
+            options.logprobs, options.min_tokens, options.bad_words, options.bias,
+            options.penalties, options.grammar, options.processors,
+        )  # fmt: skip
+        return options if any(given) else None
 
     def forbidden(self, request: Request) -> Iterator[int]:
         """Return the tokens that the request must not get next."""

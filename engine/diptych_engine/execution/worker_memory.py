@@ -42,11 +42,13 @@ class WorkerMemory:
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """The methods for `collective_rpc`, but not for clients."""
-        calls = (
-            self.put_weights_aside, self.drop_weights, self.restore_weights, self.drop_kv_cache,
-            self.restore_kv_cache,
-        )  # fmt: skip
-        return {f"_{call.__name__}": call for call in calls}
+        return {
+            "_put_weights_aside": self.put_weights_aside,
+            "_drop_weights": self.drop_weights,
+            "_restore_weights": self.restore_weights,
+            "_drop_kv_cache": self._kv_memory.give_back,
+            "_restore_kv_cache": self._kv_memory.take_again,
+        }
 
     def put_weights_aside(self) -> None:
         """Release the weights' memory, and save their bytes elsewhere.
@@ -94,12 +96,6 @@ class WorkerMemory:
                 file.seek(0)
                 for storage in storages:
                     _memory_of(storage)[:] = file.read(storage.nbytes())
-
-    def drop_kv_cache(self) -> None:
-        self._kv_memory.give_back()
-
-    def restore_kv_cache(self) -> None:
-        self._kv_memory.take_again()
 
     def _release_weights(self) -> None:
         """Harmless if they are away."""

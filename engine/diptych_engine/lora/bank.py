@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.lora.peft import PeftAdapter, read_peft
@@ -114,13 +113,10 @@ class LoraBank:
             return (self.rows(ids[0], None),)
         of_token = np.repeat(ids, [share.num_tokens for share in shares])
         return tuple(
-            self.rows(lora_int_id, self._tensor(np.flatnonzero(of_token == lora_int_id)))
-            for lora_int_id in sorted(set(ids) - {0})
+            self.rows(number, torch.from_numpy(np.flatnonzero(of_token == number)).to(self._device))
+            for number in sorted(set(ids) - {0})
         )
 
     def rows(self, lora_int_id: int, rows: Tensor | None) -> AdapterRows:
         """Return a loaded adapter for some tokens of a step, or for all of them (None)."""
         return AdapterRows(lora_int_id, self._adapters[lora_int_id], rows)
-
-    def _tensor(self, rows: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(rows).to(self._device)

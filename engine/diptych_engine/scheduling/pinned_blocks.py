@@ -96,7 +96,7 @@ class PinnedBlocks:
                 few = next((n for n, pin in enumerate(mine.values()) if pin[0] > since), count)
             else:
                 tenants = len(self._of)
-                tenant, mine = max(self._of.items(), key=_size)
+                tenant, mine = max(self._of.items(), key=lambda item: len(item[1]))
                 more = len(mine) - sum(map(len, self._of.values())) // tenants
                 few = max(more, -(-count // tenants))
             few = min(few, count, len(mine))
@@ -131,7 +131,3 @@ class PinnedBlocks:
 
 def _since(item: tuple[str, OrderedDict[int, Pin]]) -> float:
     return next(iter(item[1].values()))[0]
-
-
-def _size(item: tuple[str, OrderedDict[int, Pin]]) -> int:
-    return len(item[1])

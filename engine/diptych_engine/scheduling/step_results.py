@@ -167,18 +167,14 @@ def _accept_token(
         output.num_pinned_tokens, request.num_pinned_tokens = request.num_pinned_tokens, 0
     if request.first_tokens:
         output.new_token_ids, request.first_tokens = [*request.first_tokens, token], []
-    if result.logprobs is not None:
-        output.new_logprobs = _of_one_token(result.logprobs[position])
+    if result.logprobs is not None and (row := result.logprobs[position]) is not None:
+        output.new_logprobs = LogprobsLists([row[0]], [row[1]], [row[2]])
     if result.prompt_logprobs is not None:
         output.new_prompt_logprobs_tensors = result.prompt_logprobs.get(request_id)
     if result.routed is not None:
         output.routed_experts = result.routed.get((request_id, end))
         request.num_routed = request.num_tokens - 1
     return output
-
-
-def _of_one_token(row: tuple[list[int], list[float], int] | None) -> LogprobsLists | None:
-    return None if row is None else LogprobsLists([row[0]], [row[1]], [row[2]])
 
 
 def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:

@@ -96,7 +96,9 @@ class VllmLoad:
         """Apply a core's report of a step that ended at this time, in seconds."""
         stats = self.stats
         if report is not None:
-            self._count_time(now)
+            if stats.num_running:  # then it has worked since the report before
+                stats.seconds_stepping += max(0.0, now - self._last_report)
+            self._last_report = now
             stats.steps += 1
             self._gauges[core] = (
                 report.num_running_reqs,
@@ -123,12 +125,6 @@ class VllmLoad:
         connector counts them itself."""
         if self.stats.kv_transfer is not None and not self._counts_itself:
             self.stats.kv_transfer.blocks_received += -(-num_tokens // self._block_size)
-
-    def _count_time(self, now: float) -> None:
-        """Count the time between two reports as work if requests ran at the first one."""
-        if self.stats.num_running:
-            self.stats.seconds_stepping += max(0.0, now - self._last_report)
-        self._last_report = now
 
     def _count_guesses(self, grown: GuessReport) -> None:
         stats, right = self.stats, grown.num_accepted_tokens_per_pos
