@@ -234,70 +234,59 @@ class StopProfile(ControlCall[None], frozen=True):
         return ProfileReport(answer)
 
 
-class AddLora(ControlCall[bool], frozen=True):
-    METHOD = "add_lora"
+class FilesCall(ControlCall[A], Generic[A], frozen=True):
+    """A call for which files of weights may be read or received."""
+
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
+
+
+class AddLora(FilesCall[bool], frozen=True):
+    METHOD = "add_lora"
     lora_request: LoRARequest
 
 
-class RemoveLora(ControlCall[bool], frozen=True):
+class RemoveLora(FilesCall[bool], frozen=True):
     METHOD = "remove_lora"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
     lora_id: int
 
 
-class ListLoras(ControlCall[set[int]], frozen=True):
+class ListLoras(FilesCall[set[int]], frozen=True):
     METHOD = "list_loras"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
 
 
-class PinLora(ControlCall[bool], frozen=True):
+class PinLora(FilesCall[bool], frozen=True):
     METHOD = "pin_lora"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
     lora_id: int
 
 
-class InitWeightTransferEngine(ControlCall[None], frozen=True):
+class InitWeightTransferEngine(FilesCall[None], frozen=True):
     METHOD = "init_weight_transfer_engine"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
     init_request: WeightTransferInitRequest
 
 
-class StartWeightUpdate(ControlCall[None], frozen=True):
+class StartWeightUpdate(FilesCall[None], frozen=True):
     METHOD = PATH = "start_weight_update"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
     is_checkpoint_format: bool = True
 
     def report(self, answer: Any) -> Done:
         return Done()
 
 
-class UpdateWeights(ControlCall[None], frozen=True):
+class UpdateWeights(FilesCall[None], frozen=True):
     METHOD = "update_weights"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
     request: WeightTransferUpdateRequest
 
 
-class FinishWeightUpdate(ControlCall[None], frozen=True):
+class FinishWeightUpdate(FilesCall[None], frozen=True):
     METHOD = PATH = "finish_weight_update"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
 
     def report(self, answer: Any) -> Done:
         return Done()
 
 
-class ReloadWeights(ControlCall[None], frozen=True):
+class ReloadWeights(FilesCall[None], frozen=True):
     METHOD = PATH = "reload_weights"
-    TIMEOUT_S = FILES_TIMEOUT_S
-    SILENT = True
 
     def report(self, answer: Any) -> Done:
         return Done()
