@@ -121,17 +121,17 @@ class Simulation:
         row.computed = request.cached
         self._charge(job, known, job.at, job.taker)
         self._plan(job, job.taker)
-        self.routers[job.router].sent(job.at.key, self.now)
+        self.routers[job.router].rows[job.at.key].sent(self.now)
         self._at(self.now + self.plan.overheads.request_s, self._add, job, row)
 
     def _charge(self, job: Job, tokens: int, *pods: Pod | None) -> None:
         """Put a request to the accounts of these engines, and of nobody else."""
-        accounts = self.routers[job.router]
+        rows = self.routers[job.router].rows
         for key, charged in job.charges:
-            accounts.charge(key, -charged)
+            rows[key].charge(-charged)
         job.charges = [(pod.key, tokens) for pod in pods if pod is not None]
         for key, charged in job.charges:
-            accounts.charge(key, charged)
+            rows[key].charge(charged)
 
     def _plan(self, job: Job, taker: Pod | None) -> None:
         """This engine, and no other, is planned to take over."""
@@ -163,7 +163,7 @@ class Simulation:
     def _hand_over(self, job: Job, lent: Row) -> None:
         """P has answered: the request goes to D, where the KV is already or is ordered."""
         accounts, lender, taker = self.routers[job.router], job.at, job.taker
-        if taker is None or taker.role != "decode" or not accounts.usable(taker.key):
+        if taker is None or taker.role != "decode" or not accounts.rows[taker.key]["usable"]:
             if job.coming is not None and taker is not None and taker.alive:
                 taker.engine.forgo(job.coming)
             successor = accounts.successor(self.now)
@@ -175,7 +175,7 @@ class Simulation:
             return  # no decode engine is left
         self._charge(job, job.request.prompt + job.generated, taker)
         self._plan(job, None)
-        self.routers[job.router].sent(taker.key, self.now)
+        accounts.rows[taker.key].sent(self.now)
         job.lent_at = self.now
         relay = self.plan.overheads.hand_off_s / 2
         row, job.coming = job.coming, None
@@ -390,7 +390,7 @@ class Simulation:
         """Routers take pods for lost: what was there begins again elsewhere."""
         for accounts in self.routers:
             for key in keys:
-                accounts.lose(key)
+                accounts.rows[key]["usable"] = False
         lost = {self.pods[key] for key in keys}
         for job in list(self._open):
             unread = job.lender in lost

@@ -84,21 +84,6 @@ class Router:
         """An answer has ended, after so many tokens."""
         self._usual_output += (output - self._usual_output) * NEWEST_PART
 
-    def charge(self, key: str, tokens: int) -> None:
-        """More tokens are open at an engine, or fewer."""
-        self.rows[key].charge(tokens)
-
-    def lose(self, key: str) -> None:
-        """This engine gets nothing more."""
-        self.rows[key]["usable"] = False
-
-    def usable(self, key: str) -> bool:
-        return bool(self.rows[key]["usable"])
-
-    def sent(self, key: str, now: float) -> None:
-        """A request went to an engine."""
-        self.rows[key].sent(now)
-
     def hear(
         self,
         pod: Pod,
