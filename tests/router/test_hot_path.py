@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 from benchmarks.call_path import CHAT, COMPLETION, REQUESTS, STEP_MS, ask, routing, shortest
 
-OWN_CEILINGS = {False: 374, True: 395}
-"""Whether the answer is streamed -> calls of functions of ours for a request: 370 and 391."""
+OWN_CEILINGS = {False: 369, True: 390}
+"""Whether the answer is streamed -> calls of functions of ours for a request: 365 and 386."""
 
-CEILINGS = {False: 1088, True: 1164}
-"""The same with libraries' and built-in functions: 1061 and 1124, and 12 more each time that an
+CEILINGS = {False: 1084, True: 1161}
+"""The same with libraries' and built-in functions: 1057 and 1121, and 12 more each time that an
 engine's message wakes the event loop up anew, once or twice in a request."""
 
 TOKENS, TOKEN_CEILING = 40, 103
