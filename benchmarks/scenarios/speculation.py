@@ -75,7 +75,7 @@ def measure(core: EngineCore, prompts: list[list[int]], eos: int, name: str) -> 
     stats = core.scheduler.stats
     tokens, rows, started = stats.tokens_generated, 0, time.perf_counter()
     while core.has_work:
-        rows += len(core.scheduler.now_running)
+        rows += len(core.scheduler.running)
         core.finish_step(*core.start_step())
         core.take_outputs()
     seconds, made = time.perf_counter() - started, stats.tokens_generated - tokens

@@ -94,7 +94,7 @@ class EngineCore:
         self.grammars = grammars
         self.images = images
         self.adapters = AdapterTable(
-            scheduler.max_loras, runner.collective_rpc, lambda: scheduler.now_running
+            scheduler.max_loras, runner.collective_rpc, lambda: scheduler.running
         )
         scheduler.pinned_adapters = self.adapters.pinned
         self.hand_offs = HandOffs(description, scheduler, connector, self._admit_announced)
@@ -131,7 +131,8 @@ class EngineCore:
         self.kept = KeptAnswers()
         self.deferred = Deferred()
         """What waits for steps or for the hinge; `settle` it after each step."""
-        self._utilities: dict[str, Callable[..., Any]] = {}
+        self.utilities: dict[str, Callable[..., Any]] = {}
+        """The functions that a client may name in a utility call."""
         self.offer(
             self.describe,
             self.stats,
@@ -397,21 +398,16 @@ class EngineCore:
 
     def offer(self, *calls: Callable[..., Any]) -> None:
         """Let clients call these functions by name. The builder of the core adds some."""
-        self._utilities.update((call.__name__, call) for call in calls)
-
-    @property
-    def utilities(self) -> Mapping[str, Callable[..., Any]]:
-        """The functions that a client may name in a utility call."""
-        return self._utilities
+        self.utilities.update((call.__name__, call) for call in calls)
 
     def call(self, method: str, args: list[Any], convert: Convert = msgspec.convert) -> Any:
         """Run a utility call. Its answer may be a `Future`, which a later `settle` completes.
 
         Raises `InvalidRequestError` for a name that is not callable, or arguments that do not fit.
         """
-        utility = self._utilities.get(method)
+        utility = self.utilities.get(method)
         if utility is None:
-            known = ", ".join(sorted(self._utilities))
+            known = ", ".join(sorted(self.utilities))
             raise InvalidRequestError(f"no utility method {method!r}; there are {known}")
         if self.leaving and method not in LAST_CALLS:
             raise DiptychError(SHUTTING_DOWN)

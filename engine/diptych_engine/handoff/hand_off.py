@@ -98,7 +98,8 @@ class HandOffs:
         """Raise `InvalidRequestError` unless there are as many blocks as the tokens need."""
         own, remote = self._description.block_size, params.remote_num_tokens or 0
         size = params.remote_block_size or own
-        wanted = -(-remote // size) if size != own else len(self._scheduler.kept(remote))
+        kept = self._scheduler.prefixes.kept(remote)
+        wanted = -(-remote // size) if size != own else len(kept)
         for blocks in params.remote_block_ids or []:
             if len(blocks) != wanted:
                 raise bad_params(
@@ -147,7 +148,7 @@ class HandOffs:
     def _promise(
         self, request: Request, lease_id: str | None, num_tokens: int, connector: KVConnector
     ) -> Promise:
-        kept = self._scheduler.kept(num_tokens)
+        kept = self._scheduler.prefixes.kept(num_tokens)
         lease_id = connector.promise(
             request.request_id,
             lease_id,

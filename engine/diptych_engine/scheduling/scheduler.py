@@ -982,10 +982,6 @@ class Scheduler:
 
     # --- what others read ---------------------------------------------------------------------
 
-    def kept(self, num_tokens: int) -> Sequence[int]:
-        """Return the places of the blocks that are lent of a request's first tokens, in order."""
-        return self.prefixes.kept(num_tokens)
-
     def view(self) -> SchedulerView:
         """Return the present state."""
         return SchedulerView(
@@ -1026,11 +1022,6 @@ class Scheduler:
     def hinge_at_rest(self) -> bool:
         """Whether nothing is lent, and nothing is being fetched."""
         return not (self.loading or self.early.loads or len(self.leased))
-
-    @property
-    def now_running(self) -> Sequence[Request]:
-        """The running requests. Copy the list to use it after this step."""
-        return self.running
 
     @property
     def unfinished(self) -> Collection[Request]:

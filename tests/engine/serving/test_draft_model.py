@@ -85,7 +85,7 @@ def test_a_guess_is_what_the_draft_model_would_say_after_wrong_ones_too(tmp_path
     guess_always(core)
     core.add(asked("a", PROMPTS[0], max_tokens=60), CLIENT)
     while core.has_work:
-        [*known] = core.scheduler.now_running[0].token_ids if core.scheduler.now_running else []
+        [*known] = core.scheduler.running[0].token_ids if core.scheduler.running else []
         plan, pending = core.start_step()
         guesses = [share.guess for share in plan.scheduled if share.guess is not None]
         if guesses:

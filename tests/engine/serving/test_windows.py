@@ -134,7 +134,7 @@ def test_answers_are_those_of_transformers(
 
 def held_by_group(engine: EngineCore) -> list[int]:
     """How many blocks the running request holds in each group."""
-    [request] = engine.scheduler.now_running
+    [request] = engine.scheduler.running
     count = engine.scheduler.num_groups
     columns = [request.block_ids[group::count] for group in range(count)]
     return [len(column) - column.count(NULL_BLOCK) for column in columns]
@@ -149,7 +149,7 @@ def test_a_window_holds_as_many_blocks_as_it_sees(core: Callable[..., EngineCore
     assert any(group.window for group in groups)
     for group, count in zip(groups, held, strict=True):
         assert count <= 7 if group.window else count >= 20
-    [request] = engine.scheduler.now_running
+    [request] = engine.scheduler.running
     rows = engine.runner._rows  # type: ignore[attr-defined]
     table = rows.block_tables[rows.row_of["long"], : len(request.block_ids)]
     null = engine.runner.num_blocks  # type: ignore[attr-defined]

@@ -87,7 +87,7 @@ class ServedVllm:
     def __init__(self, llm: EngineClient, settings: ServedPort) -> None:
         """Raises `InvalidRequestError` for a vLLM or a configuration that cannot be served."""
         series_of(vllm_version)
-        self._llm: Any = llm
+        self.llm: Any = llm
         self._config = config = llm.vllm_config
         self._settings = settings
         transfer = config.kv_transfer_config
@@ -110,7 +110,7 @@ class ServedVllm:
         """Describe the engine. With our connector, its identity is that of its hinge."""
         model, cache = self._config.model_config, self._config.cache_config
         settings = self._settings
-        tasks = set(await self._llm.get_supported_tasks())
+        tasks = set(await self.llm.get_supported_tasks())
         about = EngineDescription(
             engine_id=settings.engine_id or f"{socket.gethostname()}:{settings.port}",
             epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",
@@ -133,7 +133,7 @@ class ServedVllm:
             hidden_size=model.get_hidden_size(),
             tasks=tuple(task for task in ("generate", *POOLING_TASKS) if task in tasks),
             scheduling_policy=self._config.scheduler_config.policy,
-            tracing_enabled=await self._llm.is_tracing_enabled(),
+            tracing_enabled=await self.llm.is_tracing_enabled(),
             node=settings.node,
             zone=settings.zone,
             name=settings.engine_id,
@@ -141,7 +141,7 @@ class ServedVllm:
             abilities=self.abilities,
         )
         if self.connector == OURS:
-            self._add_hinge(about, await handshakes(self._llm))
+            self._add_hinge(about, await handshakes(self.llm))
         elif self.connector:
             about.engine_id = self.engine_id
         return about
@@ -179,7 +179,7 @@ class ServedVllm:
     @property
     def event_source(self) -> EventSource | None:
         """Return where it publishes its KV events; see `source_of`. Raises `EventsError`."""
-        return source_of(list(self._llm.get_kv_event_sources().values()))
+        return source_of(list(self.llm.get_kv_event_sources().values()))
 
     @property
     def adapter_places(self) -> tuple[int, int]:
@@ -200,11 +200,6 @@ class ServedVllm:
     def shutdown_timeout_s(self) -> float:
         return float(self._config.shutdown_timeout)
 
-    @property
-    def llm(self) -> Any:
-        """The `AsyncLLM`, for calls that need no translation."""
-        return self._llm
-
     # --- requests -----------------------------------------------------------------------------
 
     async def generate(
@@ -222,7 +217,7 @@ class ServedVllm:
         raw = RawOutputs(take)
         try:
             await add_raw(
-                self._llm,
+                self.llm,
                 raw,
                 request.request_id,
                 self._prompt_of(request),
@@ -238,7 +233,7 @@ class ServedVllm:
         except BaseException as exc:
             raw.ended.cancel()
             if raw.request_id is not None and not isinstance(exc, VllmDeadError):
-                await self._llm.abort(raw.request_id, internal=True)
+                await self.llm.abort(raw.request_id, internal=True)
             raise
 
     async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
@@ -247,7 +242,7 @@ class ServedVllm:
             task=params.task, dimensions=params.dimensions, use_activation=params.normalize
         )
         vectors: Any = None
-        async for output in self._llm.encode(
+        async for output in self.llm.encode(
             self._prompt_of(request),
             wanted,
             request.request_id,
@@ -278,7 +273,7 @@ class ServedVllm:
         """Tell the connector that nobody will read the blocks that these parameters name."""
         # vLLM's core dies of an id that it knows already.
         name = f"rejection-{secrets.token_hex(16)}"
-        await self._llm.notify_kv_transfer_request_rejected(name, params)
+        await self.llm.notify_kv_transfer_request_rejected(name, params)
 
     @staticmethod
     def error_of(error: Exception) -> tuple[ErrorKind, str | None]:
@@ -297,7 +292,7 @@ class ServedVllm:
         return isinstance(error, VllmDeadError)
 
     async def add_lora(self, adapter: LoRARequest) -> bool:
-        return bool(await self._llm.add_lora(_adapter_of(adapter)))
+        return bool(await self.llm.add_lora(_adapter_of(adapter)))
 
 
 def _adapter_of(adapter: LoRARequest | None) -> VllmLoRARequest | None:

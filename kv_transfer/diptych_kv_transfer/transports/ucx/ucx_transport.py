@@ -128,7 +128,7 @@ class UcxTransport:
             except (UcpError, OSError) as exc:
                 raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
             undo.pop_all()
-        self._key = key
+        self._key, self.port = key, self._listener.port
         self._loiterers = Loiterers(self.port, HANDSHAKE_TIMEOUT_S, MAX_STRANGERS)
         self._look_at = 0.0
         """When to look for them next."""
@@ -138,7 +138,7 @@ class UcxTransport:
         """What UCX has not let go of when it should have: its memory is kept."""
         self._next_peer = 0
         self._events: list[Event] = []
-        self._name = ""
+        self.name = ""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(descriptor, select.EPOLLIN)
@@ -166,14 +166,6 @@ class UcxTransport:
         self._collect()
         self._events.clear()
         return failure
-
-    @property
-    def port(self) -> int:
-        return self._listener.port
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     # --- connections --------------------------------------------------------------------------
 
@@ -353,7 +345,7 @@ class UcxTransport:
         ended = exchange.advance()
         self._events += ended
         if any(transfer.ok for transfer in ended):
-            self._name = exchange.way
+            self.name = exchange.way
 
     def _bury(self, peer: Peer, connection: _Connection) -> None:
         """Cut a lost connection, wait until UCX has let go of its buffers, and report it."""
