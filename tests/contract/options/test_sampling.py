@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engine_kit.block_checks import check_blocks
 from engine_kit.core import (
     CLIENT,
     VOCABULARY,
@@ -120,7 +121,7 @@ def test_what_is_no_number_is_not_found_by_the_next_request() -> None:
     runner_of(core).kv_cache[request.block_ids] = float("nan")
     [output] = step(core)
     assert output.finish_reason is FinishReason.ERROR
-    core.scheduler.pool.check_integrity()
+    check_blocks(core.scheduler.pool)
     assert not core.scheduler.pool.num_pinned
     [outputs] = run(core, core_request("next", prompt, max_tokens=4)).values()
     assert (tokens(outputs), outputs[0].num_cached_tokens) == (plain, 0)
