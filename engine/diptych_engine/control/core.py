@@ -94,7 +94,7 @@ class EngineCore:
         self.grammars = grammars
         self.images = images
         self.adapters = AdapterTable(
-            scheduler.max_loras, runner.collective_rpc, lambda: scheduler.running
+            scheduler.max_loras, runner.collective_rpc, lambda: scheduler.now_running
         )
         scheduler.pinned_adapters = self.adapters.pinned
         self.hand_offs = HandOffs(description, scheduler, connector, self._admit_announced)

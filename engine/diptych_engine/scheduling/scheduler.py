@@ -1024,6 +1024,11 @@ class Scheduler:
         return not (self.loading or self.early.loads or len(self.leased))
 
     @property
+    def now_running(self) -> Sequence[Request]:
+        """The running requests. Copy the list to use it after this step."""
+        return self.running
+
+    @property
     def unfinished(self) -> Collection[Request]:
         """Every request that has not ended, in the order of arrival."""
         return self.requests.values()
