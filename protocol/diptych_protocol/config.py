@@ -40,8 +40,8 @@ Verify = Annotated[
     Literal["Required", "Warn", "Off"],
     Meta(
         description="Before an engine serves, a real request crosses the hinge through it. "
-        "Required keeps it out until that worked, unless it follows itself after a crash; Warn "
-        "only reports; Off sends none."
+        "Required keeps it out until that worked, or had worked before it restarted; Warn only "
+        "reports; Off sends none."
     ),
 ]
 

@@ -129,6 +129,7 @@ class CpuKernels:
 FOR_FLOATS: Final = [("float_product", BF16), ("float_rows", BF16)]
 """Kernels for bfloat16; those for rarer types are loaded when they are used."""
 FOR_BYTES: Final = [("byte_product", bits) for bits in LEVEL_BITS]
+"""Kernels for activations of 8 bits."""
 
 
 def _wanted(kv_dtype: torch.dtype, head_dim: int, packed: bool) -> list[tuple[str, int]]:

@@ -130,8 +130,8 @@ class ModelRunner:
             self.drafter = Drafter(draft, *own, packs=self._may_pack)
         if kernels is not None:
             kernels.try_all()  # what cannot be multiplied must not be packed
-        self._round_inputs(config)
         self._load()
+        self._round_inputs(config)
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
         memory = self._allocate_cache(config, layers, next(iter(kv_memory_fds()), None))
         self._prepare_steps(config)
@@ -170,11 +170,16 @@ class ModelRunner:
         """Let products round their inputs to as many bits as is asked for, where they can."""
         if config.activations == "auto":
             return
-        if self._device.type != "cpu" or not rounds_to_bytes():
-            log.warning("activations q8 does nothing here: it needs a CPU with AVX-512 VNNI")
+        linears = [packable.linear for packable in self._packables]
+        of_levels = any(each.packed is not None and each.packed.rounds for each in linears)
+        if self._device.type != "cpu" or not of_levels or not rounds_to_bytes():
+            log.warning(
+                "activations q8 does nothing here: it needs packed weights of 4 to 8 bits, and a "
+                "CPU with AVX-512 VNNI"
+            )
             return
-        for packable in self._packables:
-            packable.linear.input_bits = BYTE
+        for linear in linears:
+            linear.input_bits = BYTE
 
     def _allocate_cache(
         self, config: EngineConfig, layers: LayerGroups, kv_memory_fd: int | None

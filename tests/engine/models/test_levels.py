@@ -96,6 +96,14 @@ def test_activations_of_8_bits_are_used_where_the_processor_multiplies_bytes(
         core.close()
 
 
+def test_activations_of_8_bits_do_nothing_where_no_weights_are_packed(
+    smollm2: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make_core(smollm2, weight_packing="none", max_model_len=64, activations="q8")
+    core.close()
+    assert "it needs packed weights of 4 to 8 bits" in caplog.text
+
+
 @pytest.mark.skipif(machine_level() is CpuLevel.AMX, reason="this machine has all levels")
 def test_a_level_that_the_machine_has_not_is_refused() -> None:
     with pytest.raises(
