@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -41,6 +42,21 @@ def test_a_prompt_goes_where_it_is_remembered() -> None:
     fleet.remembers("d1", chain(0, 50))
     assert fleet.go(request(50, output=1.0)) == ("p3", "d1")
     assert fleet.go(request(50))[0] == "p3"
+
+
+def test_no_engine_is_to_begin_with_what_another_has_still_to_compute_for_it() -> None:
+    """An agent's second question comes while the prompt of the first one is computed."""
+    fleet = Fleet(1, 1, "auto")
+    assert fleet.go(replace(request(50), disaggregate="always")) == ("p0", "d0")
+    assert _alone(fleet).engines.lacking.tolist() == [50 * SIZE + 1]
+    fleet.remembers("d0", chain(0, 50))
+    assert _alone(fleet).engines.lacking.tolist() == [1]
+
+
+def _alone(fleet: Fleet) -> Priced:
+    decision = fleet.table.choose(request(50), 0.0)
+    assert decision is not None
+    return next(priced for priced in decision.weighed if priced.duty == "both")
 
 
 def test_unless_too_much_waits_there() -> None:
@@ -171,7 +187,7 @@ def only_expected() -> Fleet:
     """The engine computes it at this moment."""
     fleet = busy_holder(1.0)
     fleet.table.known.take("p0", PrefixChanges(2, removed=chain(0, 500).tobytes()), 10_000)
-    fleet.table.known.expect(["p0"], chain(0, 500))
+    fleet.table.known.expect("p0", chain(0, 500))
     return fleet
 
 

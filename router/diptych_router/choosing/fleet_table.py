@@ -250,7 +250,6 @@ class FleetTable:
 
     def placed(self, request: RequestView, decision: Decision, now: float) -> None:
         computes = decision.prefill or decision.decode
-        naming_of: dict[BlockNaming, list[str]] = {}
         for key in dict.fromkeys((decision.decode, computes)):
             row = self._rows.get(key)
             if row is None:
@@ -259,14 +258,12 @@ class FleetTable:
             column["given"][row.at] += 1
             if request.adapter:
                 row.adapters.expect(request.adapter, now)
+            if key != computes:
+                continue  # the other one cannot begin a prompt with what has not come yet
             naming = self._naming(request, key, column["block_size"][row.at])
-            if naming is not None:
-                naming_of.setdefault(naming, []).append(key)
-            if key == computes:
-                row.place(decision.to_compute, now, request.tenant)
-        if request.keys is not None:
-            for naming, engines in naming_of.items():
-                self.known.expect(engines, request.keys(naming))
+            if naming is not None and request.keys is not None:
+                self.known.expect(key, request.keys(naming))
+            row.place(decision.to_compute, now, request.tenant)
 
     # --- what engines have of a prompt --------------------------------------------------------
 

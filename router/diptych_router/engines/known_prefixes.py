@@ -121,8 +121,7 @@ class PrefixIndex:
     """Maps block hashes to the engines that hold them: how much of a prompt each need not compute.
 
     It is exact up to the delay of the engines' events. Beside engines' reports, it contains what
-    was sent to them a moment ago and they will hold soon, so that a burst of similar prompts stays
-    together.
+    was sent to them a moment ago to be computed, so that a burst of similar prompts stays together.
     """
 
     def __init__(self) -> None:
@@ -318,12 +317,9 @@ class KnownPrefixes:
             self.index.forget_engine(follower.place)
             self._free_places.append(follower.place)
 
-    def expect(self, engines: Iterable[str], keys: Keys) -> None:
-        """Record that a prompt with these blocks was sent to engines, which will cache them."""
-        places = 0
-        for engine in engines:
-            places |= 1 << self._follower(engine).place
-        self.index.expect(places, keys)
+    def expect(self, engine: str, keys: Keys) -> None:
+        """Record that a prompt with these blocks was sent to an engine, which will compute them."""
+        self.index.expect(1 << self._follower(engine).place, keys)
 
     def adapters(self, engine: str) -> Mapping[str, str]:
         """Return name -> digest of the content of an engine's adapters."""

@@ -135,7 +135,7 @@ def test_too_many_adapters_are_none() -> None:
 
 def test_what_was_sent_is_expected_for_a_while() -> None:
     known = KnownPrefixes()
-    known.expect(["d0"], keys_of(CHAIN[:3]))
+    known.expect("d0", keys_of(CHAIN[:3]))
     assert cached(known) == [0, 0, 3]
     known.index.age()
     known.index.age()
