@@ -231,7 +231,36 @@ def test_clocks_that_differ_turn_no_window_back() -> None:
     assert not ledger.reserve("alice", 60, limits, "b", NOON + 60).lacking
 
 
+@pytest.mark.parametrize("ahead_s", [3600.0, 400 * DAY_S])
+def test_a_clock_that_was_far_ahead_for_a_moment_locks_nobody_out(ahead_s: float) -> None:
+    ledger, limits = Ledger(), Limits(tokens_per_minute=100, tokens_per_month=1000)
+    before = ledger.reserve("alice", 60, limits, "b", NOON).bill
+    assert not ledger.reserve("alice", 60, limits, "a", NOON + ahead_s).lacking
+    grant = ledger.reserve("alice", 100, limits, "b", NOON + 1)
+    assert [window.resets_s for window in grant.windows] == [59.0, 60 * 3600 - 1]
+    ledger.of("alice").settle(before, "b", NOON + 2)
+    assert next(iter(ledger.of("alice").windows(limits, NOON + 2))).left <= 100
+
+
 # --- exported ---------------------------------------------------------------------------------
+
+
+def test_a_day_that_a_wrong_clock_has_ended_loses_nothing(tmp_path: Path) -> None:
+    kept = Books(tmp_path, lambda: b"secret")
+    times = NOON, NOON + 400 * DAY_S, NOON + 1, NOON + DAY_S, NOON + 2 * DAY_S
+    for tokens, now in enumerate(times, 1):
+        kept.post([Bill("alice", prompt=10**tokens)], [], now)
+    kept.close()
+    lines = [
+        line for file in tmp_path.glob("*.jsonl") for line in verified(file.read_bytes(), b"secret")
+    ]
+    assert sum(line.prompt_tokens for line in lines) == 11_110
+    assert sorted(line.day for line in lines) == [
+        "2026-11-28",
+        "2026-11-28",
+        "2026-11-29",
+        "2028-01-02",
+    ]
 
 
 def test_each_day_has_a_signed_line_for_each_key(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
-from multipart import MultipartError, MultipartSegment, PushMultipartParser, parse_options_header
+from multipart import (
+    MultipartError,
+    MultipartSegment,
+    ParserLimitReached,
+    PushMultipartParser,
+    parse_options_header,
+)
 
 from diptych_frontend.batches_api.api_types import FileForm
 from diptych_frontend.openai.errors import from_decode_error
@@ -63,6 +69,10 @@ class UploadForm:
                     of_file.append(event)
                 else:
                     self._keep(event)
+        except ParserLimitReached as exc:
+            raise InvalidRequestError(
+                f"the form is too large: {exc.args[0]}", status=413, code="body_too_large"
+            ) from exc
         except MultipartError as exc:
             raise InvalidRequestError(f"the form cannot be read: {exc.args[0]}") from exc
         return b"".join(of_file)

@@ -2,7 +2,8 @@
 
     ledger.json        what was used and what is reserved; replaced under the lock of `lock`
     ROUTER.runs        that router holds the lock of this file as long as it runs
-    2026-11-28.jsonl   what each key used on that day, signed
+    2026-11-28.jsonl   what each key used on that day, signed; with a suffix what it used later on,
+                       if a wrong clock had ended the day too early
 
 The locks are those of `flock`, which the system frees when a process ends, in any way. All methods
 block on the disk. Without a folder the ledger is in memory, and there are no files of days.
@@ -122,7 +123,10 @@ class Books:
         if lines:
             key = self._signing_key()
             content = b"".join(signed(line, key) for line in lines)
-            _replace(folder / f"{lines[0].day}.jsonl", content)
+            path = folder / f"{lines[0].day}.jsonl"
+            if path.exists() and path.read_bytes() != content:
+                path = path.with_suffix(f".{secrets.token_hex(4)}.jsonl")
+            _replace(path, content)
 
 
 def signed(line: DayOfKey, key: bytes) -> bytes:

@@ -3,7 +3,7 @@
 A request first reserves the most tokens that it can take, and in the end gives back those that it
 did not. So requests that run at the same time cannot exceed a limit together, and none is cut off.
 Its tokens count in the minute in which it began, and in the day and month in which it ended. Clocks
-that differ turn no window back.
+that differ turn no window back, unless one has been so far ahead that it was wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ import msgspec
 from diptych_frontend.quotas.limits import Limits
 
 MINUTE_S: Final = 60
+SKEW_S: Final = 600
+DAY_S: Final = 86_400
+"""A minute that began so much ahead, and a day or month that did by a day, began by a wrong clock.
+They end at once: else nobody would be let in, and no day written, before their time has come."""
 
 
 class Window(NamedTuple):
@@ -94,7 +98,7 @@ class Count(msgspec.Struct, omit_defaults=True):
         self._turn(now)
         tokens = bill.prompt + bill.generated
         if bill.minute in (self.minute, 0):
-            self.of_minute += tokens - bill.reserved
+            self.of_minute = max(self.of_minute + tokens - bill.reserved, 0)
             _lessen(self.held_of_minute, router, bill.reserved)
         _lessen(self.held, router, bill.reserved)
         self.of_month += tokens
@@ -110,11 +114,13 @@ class Count(msgspec.Struct, omit_defaults=True):
 
     def _turn(self, now: float) -> None:
         """Begin the windows anew whose time has come."""
-        minute, month = int(now // MINUTE_S), f"{datetime.fromtimestamp(now, UTC):%Y-%m}"
-        if minute > self.minute:
+        minute = int(now // MINUTE_S)
+        if minute > self.minute or self.minute > (now + SKEW_S) // MINUTE_S:
             self.minute, self.of_minute, self.held_of_minute = minute, 0, {}
-        if month > self.month:
-            self.month, self.of_month = month, 0
+        if _month(now) > self.month:
+            self.month, self.of_month = _month(now), 0
+        elif self.month > _month(now + DAY_S):
+            self.month = _month(now)
 
 
 class DayOfKey(msgspec.Struct, frozen=True):
@@ -153,8 +159,8 @@ class Ledger(msgspec.Struct):
 
     def begin_day(self, now: float) -> list[DayOfKey]:
         """Begin the counts of a day anew if its time has come, and return those of the last one."""
-        today = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d}"
-        if today <= self.day:
+        today = _day(now)
+        if today <= self.day <= _day(now + DAY_S):
             return []
         used = {key: count for key, count in sorted(self.counts.items()) if count.requests}
         ended = [
@@ -165,6 +171,14 @@ class Ledger(msgspec.Struct):
             count.requests = count.prompt_tokens = count.generated_tokens = 0
         self.day = today
         return ended
+
+
+def _month(now: float) -> str:
+    return _day(now)[:7]
+
+
+def _day(now: float) -> str:
+    return f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d}"
 
 
 def _lessen(held: dict[str, int], router: str, tokens: int) -> None:

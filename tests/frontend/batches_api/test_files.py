@@ -116,7 +116,7 @@ async def test_only_ids_of_ours_are_looked_for(http: httpx.AsyncClient, file_id:
             400, "expires_after",
         ),
         ({"purpose": "b" * 2000}, 413, None),
-        ({str(n): "" for n in range(9)}, 400, None),
+        ({str(n): "" for n in range(9)}, 413, None),
     ],
 )  # fmt: skip
 async def test_a_form_that_is_wrong_leaves_nothing_behind(
@@ -234,6 +234,9 @@ async def test_files_are_bounded_in_size_and_number(
     headers = {"content-type": "multipart/form-data; boundary=b"}
     answer = await http.post("/v1/files", content=without_length(), headers=headers)
     assert answer.status_code == 413
+    monkeypatch.setattr(form, "MAX_FILE_BYTES", 100)
+    answer = await http.post("/v1/files", files={"file": ("a", b"x" * 101)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     monkeypatch.setattr(file_store, "MAX_FILES", 1)
     await ann.files.create(file=("a", b"x"), purpose="batch")
     with pytest.raises(openai.APIStatusError) as caught:
