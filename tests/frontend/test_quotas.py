@@ -198,9 +198,13 @@ def test_what_it_held_since_an_earlier_minute_is_not_given_back_to_this_one(
 
 def test_a_new_router_knows_what_was_used(tmp_path: Path) -> None:
     first = Books(tmp_path)
-    first.post([Bill("alice", prompt=30, generated=40)], [], NOON)
+    held = Wish("alice", 5, Limits(tokens_per_month=100))
+    first.post([Bill("alice", prompt=30, generated=40)], [held], NOON)
     first.close()
     second = Books(tmp_path)
+    (grant,) = second.post([], [held], NOON)
+    assert [window.left for window in grant.windows] == [25], "what the first held is given back"
+    second.post([grant.bill], [], NOON)
     (grant,) = second.post([], [Wish("alice", 31, Limits(tokens_per_month=100))], NOON)
     assert [(window.per, window.left) for window in grant.lacking] == [("month", 30)]
     assert len(list(tmp_path.glob("*.runs"))) == 1, "those of former routers are removed"

@@ -63,6 +63,10 @@ class Books:
                     self._runs(other.stem)
                 runs = self._closing.enter_context(_opened(folder / f"{self._router}.runs"))
                 fcntl.flock(runs, fcntl.LOCK_EX)
+                ledger, _ = _read(folder / "ledger.json")
+                for count in ledger.counts.values():
+                    self._forget_gone(count)
+                _replace(folder / "ledger.json", msgspec.json.encode(ledger))
         except OSError as exc:
             raise InvalidRequestError(f"usage cannot be kept in {folder}: {exc}") from exc
 
