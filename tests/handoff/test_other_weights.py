@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -112,3 +113,22 @@ def test_an_engine_with_other_weights_lends_no_prefix(pools: list[Engine]) -> No
     message = msgspec.structs.replace(request("q", PROMPT, **ANSWER), prefix_source=source)
     assert tokens(drive(taker, message, holder)) == expected
     assert (taker.hinge.prefix_fetches, taker.hinge.prefix_fetches_completed) == (1, 0)
+
+
+def test_an_engine_that_read_other_files_of_the_same_place_shares_no_kv(tmp_path: Path) -> None:
+    """A trainer, or a download, has put new files in the place of the old ones."""
+    model, other = save_toy(tmp_path / "model"), save_toy(tmp_path / "other", seed=2)
+    with engines(model, p={}) as [p]:
+        of_old = answer(p)
+        Path(other, "model.safetensors").replace(Path(model, "model.safetensors"))
+        with engines(model, d={}) as [d]:
+            of_new = answer(d)
+            assert (answer(p), of_new != of_old) == (of_old, True)
+            with pytest.raises(DiptychError, match="of other weights"):
+                routed(p, d)
+            read_source(p)
+            assert routed(p, d) == of_new
+            for engine in (p, d):
+                call(engine, "sleep", 2)
+                call(engine, "wake_up")
+            assert routed(p, d) == of_new

@@ -130,10 +130,10 @@ class HashingRunner:
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """An engine that sleeps loses its KV memory; nothing else matters here."""
+        """An engine that sleeps loses its KV memory, and reads what it had; nothing else matters."""
         if method == "_drop_kv_cache":
             self._memory.poison(range(len(self._memory.values) // BLOCK))
-        return [None]
+        return [""]
 
     def close(self) -> None:
         """Nothing was started."""

@@ -140,7 +140,7 @@ class Controls:
         if "weights" in wanted and residency.weights is not Weights.LOADED:
             runner.collective_rpc("_restore_weights")
             if residency.weights is Weights.DROPPED:
-                self._core.weights.reset()
+                self._core.weights.reset(runner.collective_rpc("_sample_weights")[0])
             residency.weights = Weights.LOADED
         if "kv_cache" in wanted and not residency.kv_cache:
             runner.collective_rpc("_restore_kv_cache")

@@ -109,11 +109,12 @@ class WeightCalls:
         self._core.runner.collective_rpc("_check_weights")
         try:
             self._core.runner.collective_rpc("_reload_weights")
+            sample = self._core.runner.collective_rpc("_sample_weights")[0]
         except Exception as exc:
             self._core.weights.fail(str(exc), changed=True)
             log.warning("the weights were not read again: %s", exc)
             raise
-        self._core.weights.reset()
+        self._core.weights.reset(sample)
         self._forget()
 
     def _forget(self) -> None:

@@ -57,6 +57,7 @@ from diptych_engine.models import (
     check_weights,
     is_quantised,
     load_weights,
+    weights_sample,
 )
 from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
 from diptych_engine.models.mixture import stacks_pay
@@ -268,6 +269,7 @@ class ModelRunner:
             **self._foreign_methods,
             "_check_weights": lambda: check_weights(self._source, self._shard),
             "_reload_weights": self._load,
+            "_sample_weights": lambda: weights_sample(self._source),
             **self.loras.methods(),
             **WeightReceiver(
                 self.model, family, worker_rank, self._packables, self._bits

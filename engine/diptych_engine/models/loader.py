@@ -7,11 +7,13 @@ model's fused tensors. Those that stay packed come from a file that all engines 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -52,6 +54,9 @@ Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the total."""
 
 LOADER_THREADS: Final = 2
+SAMPLES: Final = 256
+"""Of each file."""
+SAMPLE_BYTES: Final = 4096
 DUMMY_SCALE: Final = 0.02
 """Standard deviation of random weights; norms are 1."""
 
@@ -94,12 +99,33 @@ def weights_stamp(source: ModelSource, seed: int) -> bytes:
     if source.path is None:
         return repr((source.uri, seed)).encode()
     with readable(source.path):
-        files = {source.path}
-        if source.format == "gguf":
-            files |= {tensor.path for tensor in source.tensors().values()}
-        else:
-            files = {*source.path.glob("*.safetensors"), *source.path.glob("*.json")}
-        return stamp_of(sorted(files) + sorted(Path(__file__).parent.glob("*.py")))
+        files = _files_of(source, source.path)
+        return stamp_of(files + sorted(Path(__file__).parent.glob("*.py")))
+
+
+def weights_sample(source: ModelSource) -> str:
+    """Return a digest of samples of a model's files, whose place others may have taken. It is the
+    same on every machine. Empty for what stays as it is: dummies, packages, and what was fetched.
+    Raises `InvalidRequestError` if a file is not there."""
+    if source.path is None or source.uri.startswith("package://"):
+        return ""
+    if ".content" in source.path.resolve().parts:
+        return ""
+    digest = blake2b(digest_size=8)
+    with readable(source.path):
+        for path in _files_of(source, source.path):
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                for place in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                    file.seek(place)
+                    digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _files_of(source: ModelSource, path: Path) -> list[Path]:
+    if source.format == "gguf":
+        return sorted({path, *(tensor.path for tensor in source.tensors().values())})
+    return sorted({*path.glob("*.safetensors"), *path.glob("*.json")})
 
 
 def check_weights(source: ModelSource, shard: Shard) -> None:

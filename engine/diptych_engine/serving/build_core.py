@@ -25,7 +25,7 @@ from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.handoff.block_files import BlockFiles
 from diptych_engine.handoff.block_store import BlockStore
 from diptych_engine.handoff.kept_blocks import KeptBlocks, KeptFiles
-from diptych_engine.models.loader import weights_stamp
+from diptych_engine.models.loader import weights_sample, weights_stamp
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.encoder_cache import EncoderCache
@@ -161,6 +161,7 @@ def build_core(
     if config.kv_transfer is not None:
         transport_named(config.kv_transfer.transport)  # which takes longer than the rest to load
     grammars = GrammarCompiler(source, config.reasoning_parser)
+    sample = weights_sample(source)
     runner, files = start_runner(config, source, stand_by)
     runner.warm_up()
     vocabulary = grammars.wait_until_ready()
@@ -251,6 +252,7 @@ def build_core(
         description, scheduler, runner, connector, grammars, images, runs_ahead=runner.runs_ahead
     )
     core.mark_launched = mark
+    core.weights.reset(sample)
     if runner.routed is not None:
         core.hand_offs.before_load = runner.routed.forget
     recipe = recipe_of(config, source, description) if files or config.kv_disk_bytes else b""

@@ -37,9 +37,11 @@ class WeightUpdate:
     """The tensors that this update has replaced, with the checksums of their values."""
     replaced: dict[str, int] = field(default_factory=dict)
     """Those that updates have replaced since the model's source was read."""
+    source: str = ""
+    """Names what the model's source had when it was read: see `weights_sample`."""
     name: str = ""
-    """Names the weights by what was replaced; empty: those of the source. Engines with different
-    weights must not use each other's KV, as when one of them was started anew."""
+    """Names the weights by what was read and replaced. Engines with different weights must not use
+    each other's KV, as when one of them was started anew."""
     torn: bool = False
     """Whether some tensors are from a failed update."""
     failure: str = ""
@@ -94,13 +96,15 @@ class WeightUpdate:
                 status=409,
             )
         replaced = self.replaced | self.updated
-        self.reset()
+        self.reset(self.source)
         self.replaced = replaced
-        self.name = blake2b(repr(sorted(replaced.items())).encode(), digest_size=16).hexdigest()
+        named = self.source + repr(sorted(replaced.items()))
+        self.name = blake2b(named.encode(), digest_size=16).hexdigest()
 
-    def reset(self) -> None:
-        """Record that the weights are those of the source."""
+    def reset(self, source: str) -> None:
+        """Record that the weights are those of the source, which has this name."""
         self.phase = Phase.READY
-        self.updated, self.replaced, self.name = {}, {}, ""
+        self.updated, self.replaced = {}, {}
+        self.name = self.source = source
         self.torn = False
         self.failure = ""

@@ -68,9 +68,9 @@ LETTERS = [*string.ascii_lowercase, *string.ascii_uppercase[:14], *string.digits
 """Tokens 1 to 63; Ġ is how byte-level tokenizers write a blank."""
 
 
-def save_toy(folder: Path) -> str:
+def save_toy(folder: Path, seed: int = 0) -> str:
     """A checkpoint whose tokens are single letters; returns its path."""
-    path = save_model(folder, random_tensors(0))
+    path = save_model(folder, random_tensors(seed))
     config = {"model_type": "llama", "eos_token_id": EOS, **SIZES}
     (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {letter: index for index, letter in enumerate(["<end>", *LETTERS])}
