@@ -273,14 +273,15 @@ class EngineCore:
         if lost:
             log.warning("a client went away; aborting its %d requests", len(lost))
         for request in lost:
-            self._end(request, FinishReason.ABORT, is_unpaid=True)
+            self._end(request, FinishReason.ABORT)
+        self.kept.client_lost(client)
         self._outputs.pop(client, None)
 
-    def _end(self, request: Request, reason: FinishReason, *, is_unpaid: bool = False) -> None:
+    def _end(self, request: Request, reason: FinishReason) -> None:
         self.hand_offs.gone(request)
         self.scheduler.finish(request, reason)
         if request.kept_as:
-            self.kept.keep(request, is_unpaid=is_unpaid)
+            self.kept.keep(request)
 
     def _fail(self, request_id: str, client: bytes, error: DiptychError | str) -> None:
         self._outputs[client].append(failed(request_id, error))

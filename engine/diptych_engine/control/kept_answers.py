@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from diptych_engine.scheduling.request import NOT_SAMPLED, Request
@@ -23,11 +23,13 @@ FINAL: Final = (FinishReason.STOP, FinishReason.LENGTH)
 @dataclass(frozen=True, slots=True)
 class _Kept:
     tenant: str
+    client: bytes
     until: float
     tokens: array[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    is_unpaid: bool
+    is_unpaid: bool = False
+    """Its client was lost, maybe before it had told and billed what it got."""
 
 
 class KeptAnswers:
@@ -38,7 +40,7 @@ class KeptAnswers:
         self._num_tokens = 0
         self._clock = clock
 
-    def keep(self, request: Request, *, is_unpaid: bool = False) -> None:
+    def keep(self, request: Request) -> None:
         """Keep the answer of a request that has ended here, in place of what its name stood for."""
         self._drop(request.kept_as)
         output = array("i", request.token_ids[request.num_prompt_tokens :])
@@ -50,11 +52,16 @@ class KeptAnswers:
             reason = stop = None
         until = self._clock() + KEEP_S
         self.by_name[request.kept_as] = _Kept(
-            request.tenant, until, output, reason, stop, is_unpaid
+            request.tenant, request.client, until, output, reason, stop
         )
         self._num_tokens += max(len(output), LEAST_TOKENS)
         while self._num_tokens > MOST_TOKENS:
             self._drop(next(iter(self.by_name)))
+
+    def client_lost(self, client: bytes) -> None:
+        for name, kept in self.by_name.items():
+            if kept.client == client:
+                self.by_name[name] = replace(kept, is_unpaid=True)
 
     def find(self, name: str, tenant: str) -> KeptAnswer | None:
         """Return what is kept under a name of this tenant."""

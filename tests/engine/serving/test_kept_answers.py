@@ -41,6 +41,15 @@ def test_what_a_lost_client_had_asked_to_keep_is_ended_and_kept(core: EngineCore
     assert list(core.kept.by_name) == ["kept"]
 
 
+def test_what_ended_before_its_client_was_lost_may_not_be_paid(core: EngineCore) -> None:
+    whole = tokens(run(core, asking("whole"))["whole"])
+    core.client_lost(b"another")
+    assert core.take_kept("whole", "ann") == KeptAnswer(whole, FinishReason.LENGTH)
+    core.client_lost(CLIENT)
+    kept = KeptAnswer(whole, FinishReason.LENGTH, is_unpaid=True)
+    assert core.take_kept("whole", "ann") == kept
+
+
 def test_a_running_answer_is_taken_from_who_had_it(core: EngineCore) -> None:
     core.add(asking("kept"), CLIENT)
     known = tokens(step(core))
