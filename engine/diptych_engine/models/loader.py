@@ -55,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 LOADER_THREADS: Final = 2
 SAMPLES: Final = 256
-"""Of each file."""
+"""How many a file has."""
 SAMPLE_BYTES: Final = 4096
 DUMMY_SCALE: Final = 0.02
 """Standard deviation of random weights; norms are 1."""
