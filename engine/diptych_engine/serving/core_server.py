@@ -23,7 +23,6 @@ from typing import Any
 import zmq
 
 from diptych_engine.control.core import SHUTTING_DOWN, EngineCore
-from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
 from diptych_frontend.core_client.client import receive_frames
@@ -94,9 +93,11 @@ class CoreServer(WireServer):
         """(client, call id) -> the answer that is to come."""
         self._answered: deque[tuple[bytes, UtilityOutput]] = deque()
         """Answers that came later, from whatever thread."""
-        self._shutdown = Shutdown()
         self._shutdown_timeout_s = shutdown_timeout_s
         self._stop_wanted = False
+        self._end_by = math.inf
+        """When the core ends at the latest, once that is wanted. Until then, messages are answered
+        at once: requests with an abort, calls with an error."""
         self._last_words = ""
         """Why this core ends, if not because it was told to."""
         self._heartbeat = HeartbeatSender(core, self._timer, self._tell_heartbeat)
@@ -138,10 +139,9 @@ class CoreServer(WireServer):
         now = time.monotonic()
         if not self._core.leaving:
             self._core.leaving = True
-            self._shutdown.request(now, self._shutdown_timeout_s)
+            self._end_by = now + self._shutdown_timeout_s
             self._reject_pending()
-        more = self._core.scheduler.can_finish_more
-        return self._shutdown.advance(now, can_finish_more=more)
+        return now >= self._end_by or not self._core.scheduler.can_finish_more
 
     def _turn(self) -> None:
         """Take what has arrived and run one step, if there is anything to compute."""
@@ -182,7 +182,7 @@ class CoreServer(WireServer):
         beat_s = self._heartbeat.wait_s(now)
         wait_ms = IDLE_WAIT_MS if beat_s is None else math.ceil(beat_s * 1000)
         if self._stop_wanted:
-            wait_ms = min(wait_ms, int(self._shutdown.remaining_s(now) * 1000))
+            wait_ms = int(min(wait_ms, max(0.0, self._end_by - now) * 1000))
         return wait_ms
 
     # --- receiving ----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 from engine_kit.control import LONG, Owner, shared_core, undisturbed
 from engine_kit.core import generate
 
-from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.control.utilities import Deferred, call_utility
 from diptych_protocol import DiptychError, FinishReason, InvalidRequestError, PauseMode
 
@@ -139,19 +138,6 @@ def test_contract_B16_a_leaving_core_aborts_what_comes_and_answers_no_call() -> 
     assert owner.ended("late") is FinishReason.ABORT
     with pytest.raises(DiptychError, match="Server shutting down"):
         owner.call("stats")
-
-
-@pytest.mark.parametrize(
-    ("timeout_s", "at", "busy", "ends"),
-    [(0, 0, True, True), (5, 4.9, True, False), (5, 5, True, True), (5, 1, False, True)],
-)
-def test_contract_B16_a_shutdown_ends_when_nothing_is_left_or_time_is_up(
-    timeout_s: float, at: float, busy: bool, ends: bool
-) -> None:
-    shutdown = Shutdown()
-    assert shutdown.advance(99, can_finish_more=True) is False, "nobody asked"
-    shutdown.request(100, timeout_s)
-    assert shutdown.advance(100 + at, can_finish_more=busy) is ends
 
 
 def test_contract_B07_an_abort_during_a_step_silences_the_request() -> None:
