@@ -19,7 +19,7 @@ from diptych_engine.scheduling.lent_blocks import LentBlocks
 from diptych_engine.scheduling.pause import PauseGate
 from diptych_engine.scheduling.request import Request, RequestStatus
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_engine.scheduling.waiting_queue import WaitingQueue
+from diptych_engine.scheduling.waiting_queue import FairQueue
 from diptych_kv_transfer import connector
 from diptych_kv_transfer.tables import loads
 from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded
@@ -166,7 +166,7 @@ def sleeper_that_remembers_its_prefixes(patch: pytest.MonkeyPatch) -> None:
 def pause_that_loses_what_was_parked(patch: pytest.MonkeyPatch) -> None:
     honest = PauseGate.open
 
-    def open_gate(self: PauseGate, waiting: WaitingQueue) -> None:
+    def open_gate(self: PauseGate, waiting: FairQueue) -> None:
         self.parked.clear()
         honest(self, waiting)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from diptych_engine.scheduling.request import Request, RequestStatus
-from diptych_engine.scheduling.waiting_queue import WaitingQueue
+from diptych_engine.scheduling.waiting_queue import FairQueue
 from diptych_protocol import PauseMode
 
 
@@ -51,7 +51,7 @@ class PauseGate:
         """Whether nothing is computed at all."""
         return self.state is PauseState.PAUSED_ALL
 
-    def enter(self, request: Request, waiting: WaitingQueue, *, front: bool = False) -> None:
+    def enter(self, request: Request, waiting: FairQueue, *, front: bool = False) -> None:
         """Pass a new request on to the queue or, during a pause, keep it until the end."""
         if self.paused:
             self.parked.append(request)
@@ -60,7 +60,7 @@ class PauseGate:
         else:
             waiting.push(request)
 
-    def close(self, mode: PauseMode, waiting: WaitingQueue) -> None:
+    def close(self, mode: PauseMode, waiting: FairQueue) -> None:
         """Pause, or change the mode of the pause. `waiting` loses the requests that are not under
         way, if they have to wait for the end of the pause."""
         self.state = STATE_OF_MODE[mode]
@@ -70,7 +70,7 @@ class PauseGate:
                 waiting.remove(request)
             self.parked.extendleft(reversed(fresh))  # they came before the pause did
 
-    def open(self, waiting: WaitingQueue) -> None:
+    def open(self, waiting: FairQueue) -> None:
         """End the pause: parked requests join the queue."""
         self.state = PauseState.OPEN
         while self.parked:

@@ -3,35 +3,50 @@ it, and the sessions that wait for the next piece of their prompts."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.fair_share import FairShare
 from diptych_protocol import SchedulingPolicy
 
 
-class WaitingQueue(Protocol):
-    """The scheduler's interface of a queue, whatever its order."""
+class Lane(ABC):
+    """One tenant's requests, in the order in which they get their shares.
 
+    It is a list rather than a heap or a deque. The admission limit bounds it, so an insertion moves
+    a few kilobytes, and it can be read in order and from its end.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    @abstractmethod
     def push(self, request: Request) -> None:
         """Add a new request."""
 
+    @abstractmethod
     def push_front(self, request: Request) -> None:
         """Add a request that has waited its turn before: preempted, or back from receiving KV."""
 
-    def peek(self) -> Request:
-        """Return the next request. Raises `IndexError` when none waits."""
-
+    @abstractmethod
     def remove(self, request: Request) -> None:
         """Remove a request. Raises `ValueError` if it does not wait."""
 
-    def __len__(self) -> int: ...
+    def peek(self) -> Request:
+        """Return the next request. Raises `IndexError` when none waits."""
+        return self._requests[0]
 
-    def __iter__(self) -> Iterator[Request]: ...
+    def __len__(self) -> int:
+        return len(self._requests)
 
-    def __reversed__(self) -> Iterator[Request]: ...
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
 
 
 def make_queue(policy: SchedulingPolicy, tenants: FairShare) -> FairQueue:
@@ -49,7 +64,7 @@ class FairQueue:
 
     def __init__(
         self,
-        make_lane: Callable[[], WaitingQueue],
+        make_lane: Callable[[], Lane],
         order: Callable[[Request], Any],
         tenants: FairShare,
     ) -> None:
@@ -58,7 +73,7 @@ class FairQueue:
         self._make_lane = make_lane
         self._order = order
         self._tenants = tenants
-        self._lanes: dict[str, WaitingQueue] = {}
+        self._lanes: dict[str, Lane] = {}
         """By tenant; none is empty."""
         self._size = 0
 
@@ -68,7 +83,7 @@ class FairQueue:
     def push_front(self, request: Request) -> None:
         self._lane(request).push_front(request)
 
-    def _lane(self, request: Request) -> WaitingQueue:
+    def _lane(self, request: Request) -> Lane:
         """Where one more request of this tenant is to go."""
         self._size += 1
         lane = self._lanes.get(request.account.tenant)
@@ -99,7 +114,7 @@ class FairQueue:
         lane = self._lanes.get(tenant)
         return 0 if lane is None else len(lane)
 
-    def longest(self) -> WaitingQueue:
+    def longest(self) -> Lane:
         """Return the requests of the tenant that has most here. Raises `ValueError` when none
         waits."""
         return max(self._lanes.values(), key=len)
@@ -115,34 +130,11 @@ class FairQueue:
         for lane in reversed(self._in_order()):
             yield from reversed(lane)
 
-    def _in_order(self) -> list[WaitingQueue]:
+    def _in_order(self) -> list[Lane]:
         return sorted(self._lanes.values(), key=lambda lane: self._order(lane.peek()))
 
 
-class _Lane:
-    """The part of a queue that is the same in any order.
-
-    It is a list rather than a heap or a deque. The admission limit bounds it, so an insertion moves
-    a few kilobytes, and it can be read in order and from its end.
-    """
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-
-    def peek(self) -> Request:
-        return self._requests[0]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __reversed__(self) -> Iterator[Request]:
-        return reversed(self._requests)
-
-
-class FcfsQueue(_Lane):
+class FcfsQueue(Lane):
     """First come, first served. A request that was served before comes first again.
 
     A request with a deadline goes before those at the end of the queue that are due later, but not
@@ -168,7 +160,7 @@ class FcfsQueue(_Lane):
         self._requests.remove(request)
 
 
-class PriorityQueue(_Lane):
+class PriorityQueue(Lane):
     """Lower priorities first; equal ones by when they are due, even if some were served before."""
 
     def push(self, request: Request) -> None:

@@ -10,7 +10,8 @@ from engine_kit.control import LONG, Owner, undisturbed
 from engine_kit.core import generate
 
 from diptych_engine.scheduling.pause import PauseGate, PauseState
-from diptych_engine.scheduling.waiting_queue import FcfsQueue
+from diptych_engine.scheduling.waiting_queue import make_queue
+from diptych_frontend.fair_share import FairShare
 from diptych_protocol import DiptychError, FinishReason, PauseMode
 
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
@@ -161,11 +162,11 @@ def test_contract_B14_one_pause_replaces_another_and_loses_nothing(
 def test_contract_B14_the_state_of_each_mode(
     mode: PauseMode, state: PauseState, frozen: bool
 ) -> None:
-    gate = PauseGate()
+    gate, waiting = PauseGate(), make_queue("fcfs", FairShare(0.0))
     assert not gate.paused
-    gate.close(mode, FcfsQueue())
+    gate.close(mode, waiting)
     assert (gate.state, gate.paused, gate.frozen) == (state, True, frozen)
-    gate.open(FcfsQueue())
+    gate.open(waiting)
     assert (gate.paused, gate.frozen, gate.parked) == (False, False, deque())
 
 
