@@ -28,7 +28,7 @@ from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.client import PATIENCE_S as SILENCE_S
 from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.core_client.curve import read_keys
-from diptych_frontend.core_client.link import CAUSE_GRACE_S
+from diptych_frontend.core_client.member import CAUSE_GRACE_S
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,

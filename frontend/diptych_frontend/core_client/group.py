@@ -174,17 +174,17 @@ class CoreGroup:
     @property
     def is_ready(self) -> bool:
         """Whether every core has described itself."""
-        return all(member.link.is_ready for member in self.members)
+        return all(member.is_ready for member in self.members)
 
     def ended_unseen(self) -> EngineDeadError | None:
         """The end of a core that nobody watches yet."""
-        unwatched = (m.process for m in self.members if not m.link.is_open)
+        unwatched = (m.process for m in self.members if not m.is_watched)
         return next((cause for core in unwatched if (cause := core.ended())), None)
 
     def open(self) -> None:
         """Begin to connect to every core; harmless if that was done."""
         for member in self.members:
-            member.link.open()
+            member.begin_to_connect()
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until every core can serve. Raises what `CoreMember.connect` raises."""
@@ -299,7 +299,7 @@ class CoreGroup:
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         """The newest statistics of every core, by its name."""
-        ready = (member for member in self.members if member.link.is_ready)
+        ready = (member for member in self.members if member.is_ready)
         return {member.description.engine_id: member.stats for member in ready}
 
     @property

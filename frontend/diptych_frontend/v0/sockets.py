@@ -76,7 +76,7 @@ class RequestSocket:
 
     @property
     def closed(self) -> bool:
-        return all(member.link.is_closed for member in self._cores.members)
+        return all(member.closed for member in self._cores.members)
 
     async def send_multipart(self, msg_parts: Sequence[Frame], copy: bool = True) -> None:
         """Send a message, in the order of the calls. `copy` has no effect.

@@ -17,8 +17,8 @@ from free_ports import free_port
 from waits import PATIENCE_S
 
 from diptych_engine import AsyncLLM
-from diptych_frontend.core_client import link as core_link
 from diptych_frontend.core_client.curve import new_keys
+from diptych_frontend.core_client.member import CoreMember
 from diptych_protocol import (
     EngineClient,
     EngineConfig,
@@ -133,7 +133,7 @@ async def test_contract_A01_the_engines_loop_starts_when_it_is_asked_to(starts: 
     )
     try:
         assert engine.usage_context is UsageContext.API_SERVER
-        assert all(member.link.is_open is starts for member in engine._cores.members)
+        assert all(member.is_watched is starts for member in engine._cores.members)
         await asyncio.wait_for(final(engine), PATIENCE_S)
         logger = recording(engine)
         assert logger.initialized == 1
@@ -238,10 +238,10 @@ async def test_contract_A05_a_large_step_lets_others_run_between_its_pieces() ->
             raise AssertionError(cause)
 
     owner = Owner()
-    link = core_link.CoreLink(Unused(), on_outputs=owner.take, on_dead=owner.die)
+    member = CoreMember(Unused(), 0, on_outputs=owner.take, on_death=owner.die)
     outputs = [EngineCoreOutput(str(i), [i]) for i in range(300)]
-    link._take(EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats()))
-    link._take(EngineCoreOutputs(outputs=outputs[:1]))
+    member._take(EngineCoreOutputs(outputs=outputs, scheduler_stats=SchedulerStats()))
+    member._take(EngineCoreOutputs(outputs=outputs[:1]))
     assert seen == [128, -1], "the first piece at once"
     await asyncio.sleep(0)
     assert seen == [128, -1, 128]
@@ -261,9 +261,8 @@ async def test_contract_A05_an_error_in_the_output_handler_reaches_who_waits() -
             causes.append(str(cause))
 
     owner = Owner()
-    core_link.CoreLink(Unused(), on_outputs=owner.take, on_dead=owner.die)._take(
-        EngineCoreOutputs()
-    )
+    member = CoreMember(Unused(), 0, on_outputs=owner.take, on_death=owner.die)
+    member._take(EngineCoreOutputs())
     assert causes == ["the output handler failed: RuntimeError('cannot')"]
 
 

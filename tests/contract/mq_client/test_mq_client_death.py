@@ -114,7 +114,7 @@ async def test_contract_Q05_an_engine_that_dies_while_it_starts_is_no_time_out(
     client = client_of(doomed)  # as patient as any test
     doomed.process.send_signal(signal.SIGSTOP)  # it cannot have started
     greeting = asyncio.create_task(client.setup())
-    await eventually(lambda: client._cores.members[0].link.is_open)  # the greeting is on its way
+    await eventually(lambda: client._cores.members[0].is_watched)  # the greeting is on its way
     doomed.process.kill()
     with pytest.raises(EngineDeadError, match="died"):
         await greeting
