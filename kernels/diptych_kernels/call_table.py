@@ -12,7 +12,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import Table
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.silu_mul import cpu as silu_mul
@@ -33,12 +32,6 @@ def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
     return rows
 
 
-@remembered
-def run_calls() -> Kernel:
-    """Return the kernel that runs a table of calls; it is loaded at first use."""
-    return kernel_of("run_calls", WIDTH)
-
-
 def is_available() -> bool:
     """Whether there is a kernel that runs tables."""
     return is_trusted(CASE, WIDTH)
@@ -50,7 +43,7 @@ def run_all(table: NDArray[np.int64], threads: int) -> None:
     What its numbers point to must stay until this returns.
     """
     rows = np.ascontiguousarray(table)
-    run_calls().run(Table(rows.ctypes.data, rows.size // WIDTH), threads)
+    kernel_of("run_calls", WIDTH).run(Table(rows.ctypes.data, rows.size // WIDTH), threads)
 
 
 def _results(kernel: Kernel) -> Results:

@@ -18,7 +18,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import torch
 
-from diptych_kernels.cpu_level import CpuLevel, cpu_level
+from diptych_kernels.cpu_level import CpuLevel, cpu_level, remembered
 from diptych_kernels.native.arguments import Arguments
 from diptych_kernels.native.barrier import barrier
 from diptych_kernels.native.object_files import object_files
@@ -94,6 +94,7 @@ def load(kernels: Sequence[Kernel]) -> None:
                 kernel.linker = _linker(kernel.library, compiled)
 
 
+@remembered
 def kernel_of(name: str, number: int) -> Kernel:
     """Return the kernel of this name and number for the level in use. It is not loaded yet."""
     return _kernel(name, number, cpu_level())

@@ -101,7 +101,7 @@ def chunk_call(
         inputs=workspace.data_ptr(),
         memory=workspace.data_ptr() + _rounded_bytes(rows, columns),
     )
-    return chunk_kernel(kind_of(tiles)), arguments
+    return kernel_of("amx_product", kind_of(tiles)), arguments
 
 
 def rows_call(tiles: Tensor, rows: Tensor, out: Tensor) -> Call:
@@ -130,12 +130,6 @@ def decode_kernel(kind: int, input_bits: int = WORD_BITS) -> Kernel:
 def rows_kernel(kind: int) -> Kernel:
     """Return the kernel of `rows_of`; otherwise as `decode_kernel`."""
     return kernel_of("float_rows" if kind in FLOAT_KINDS else "packed_rows", kind)
-
-
-@remembered
-def chunk_kernel(bits: int) -> Kernel:
-    """Return the kernel of chunk calls; otherwise as `decode_kernel`."""
-    return kernel_of("amx_product", bits)
 
 
 @remembered

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import RmsNorm, places_of
 from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.rms_norm import reference
@@ -23,7 +22,7 @@ EPS = 1e-5
 def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
     """Return the call that computes `out`, [rows, n] contiguous."""
     rows, size = x.shape
-    return kernel(), RmsNorm(
+    return kernel_of("rms_norm", 0), RmsNorm(
         x=x.data_ptr(),
         x_stride=x.stride(0) * FLOAT,
         weight=weight.data_ptr(),
@@ -32,12 +31,6 @@ def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
         size=size,
         eps=bits_of(eps),
     )
-
-
-@remembered
-def kernel() -> Kernel:
-    """Return the kernel; it is loaded at first use."""
-    return kernel_of("rms_norm", 0)
 
 
 def fits(x: Tensor) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import RopeKvWrite, places_of
 from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.native.layout import is_known
@@ -53,13 +52,7 @@ def call(
         block_stride=kv_layer.stride(0) * kv_layer.itemsize,
         item=kv_layer.itemsize,
     )
-    return kernel(), arguments
-
-
-@remembered
-def kernel() -> Kernel:
-    """Return the kernel; it is loaded at first use."""
-    return kernel_of("rope_kv_write", 0)
+    return kernel_of("rope_kv_write", 0), arguments
 
 
 def fits(heads: Tensor, kv_layer: Tensor) -> bool:

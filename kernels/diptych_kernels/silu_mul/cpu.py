@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import SiluMul, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.silu_mul import reference
@@ -20,13 +19,7 @@ MIN_ROWS_TO_SHARE = 8
 def call(gate_up: Tensor, out: Tensor) -> Call:
     """Return the call that computes `out`, [rows, n] contiguous."""
     rows, size = out.shape
-    return kernel(), SiluMul(gate_up.data_ptr(), out.data_ptr(), rows, size)
-
-
-@remembered
-def kernel() -> Kernel:
-    """Return the kernel; it is loaded at first use."""
-    return kernel_of("silu_mul", 0)
+    return kernel_of("silu_mul", 0), SiluMul(gate_up.data_ptr(), out.data_ptr(), rows, size)
 
 
 def fits(gate_up: Tensor) -> bool:
