@@ -61,63 +61,42 @@ class SumGroup:
             raise RuntimeError("the group was not joined")
         self._backend.allreduce([tensor]).wait()
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; every rank must ask. Raises as `sum_` does."""
-        flags = torch.tensor([flag], dtype=torch.int32, device=self._device)
-        self.sum_(flags)
-        return bool(flags.item())
-
     def leave(self) -> None:
         """Leave the group; the others' next sum fails."""
         self._backend = None
 
 
-def group_of(config: EngineConfig) -> SumGroup:
-    """Return the group of cores in lock-step of a configuration, not joined yet.
-
-    Raises `InvalidRequestError` if the configuration does not say where they meet.
-    """
-    if not config.data_parallel_store:
-        raise InvalidRequestError(
-            "cores in lock-step need a file to find each other in", param="data_parallel_store"
-        )
-    return SumGroup(
-        config.data_parallel_rank,
-        config.data_parallel_size,
-        Path(config.data_parallel_store),
-        torch.device("cpu"),
-    )
-
-
-def join_group(group: SumGroup) -> SumGroup:
-    """Wait for the other cores in lock-step and return the group.
-
-    Raises `EngineDeadError` if one of them does not come.
-    """
-    try:
-        group.join()
-    except RuntimeError as exc:
-        raise EngineDeadError(f"the cores in lock-step do not find each other: {exc}") from exc
-    return group
-
-
-class LockstepPeers:
-    """One engine among them. All have to ask before each step whether to continue."""
+class LockstepGroup(SumGroup):
+    """The group of a core whose steps are made together with those of others."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises `InvalidRequestError` if the configuration does not say where they meet."""
-        self.group = group_of(config)
+        if not config.data_parallel_store:
+            raise InvalidRequestError(
+                "cores in lock-step need a file to find each other in", param="data_parallel_store"
+            )
+        super().__init__(
+            config.data_parallel_rank,
+            config.data_parallel_size,
+            Path(config.data_parallel_store),
+            torch.device("cpu"),
+        )
 
     def join(self) -> None:
-        """Wait for the other engines. Raises what `join_group` raises."""
-        join_group(self.group)
+        """Wait for the other cores. Raises `EngineDeadError` if one of them does not come."""
+        try:
+            super().join()
+        except RuntimeError as exc:
+            raise EngineDeadError(f"the cores in lock-step do not find each other: {exc}") from exc
 
     def any_unfinished(self, own: bool) -> bool:
-        """Whether some engine has work, including this one (`own`).
+        """Whether some core has work, including this one (`own`); all have to ask before each step.
 
         Raises `EngineDeadError` when one of them is gone.
         """
+        flags = torch.tensor([own], dtype=torch.int32)
         try:
-            return self.group.any(own)
+            self.sum_(flags)
         except RuntimeError as exc:
             raise EngineDeadError(f"the group in lock-step broke: {exc}") from exc
+        return bool(flags.item())

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     start_lean()  # before the first import of torch
 
 from diptych_engine.control.core import EngineCore
-from diptych_engine.parallel.group import group_of, join_group
+from diptych_engine.parallel.group import LockstepGroup
 from diptych_engine.parallel.lifeline import die_with_parent
 from diptych_engine.serving.build_core import build_core
 from diptych_engine.serving.core_server import CoreServer
@@ -112,7 +112,8 @@ def serve(config: EngineConfig, local: str, public: str, keys: CurveKeys | None)
     endpoints = [(places[0], None), *([(public, keys)] if public else [])]
     timeout_s = config.shutdown_timeout_s
     if config.data_parallel_lockstep and config.data_parallel_size > 1:
-        group = join_group(group_of(config))
+        group = LockstepGroup(config)
+        group.join()
         server: CoreServer = LockstepServer(core, endpoints, timeout_s, group)
     else:
         server = CoreServer(core, endpoints, timeout_s, config.data_parallel_rank)

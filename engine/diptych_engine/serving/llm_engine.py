@@ -17,7 +17,7 @@ from diptych_engine.serving.engine_reports import (
 )
 from diptych_engine.serving.sync_core import (
     SyncCore,
-    lockstep_peers_of,
+    lockstep_group_of,
     make_core,
     wants_process,
 )
@@ -52,7 +52,7 @@ from diptych_protocol.engine_client import ADD_ORDER, by_name, spelled_out
 from diptych_protocol.errors import AbsentError
 
 if TYPE_CHECKING:
-    from diptych_engine.parallel.group import LockstepPeers
+    from diptych_engine.parallel.group import LockstepGroup
     from diptych_frontend.observability.request_tracer import RequestTracer
 
 
@@ -103,7 +103,8 @@ class LLMEngine(EngineReports):
         `UnsupportedFeatureError` for an option that means nothing here.
         """
         MM_REGISTRY.judge("mm_registry", mm_registry)
-        self._lockstep_peers = lockstep_peers_of(vllm_config, multiprocess_mode)
+        self.dp_group = lockstep_group_of(vllm_config, multiprocess_mode)
+        """The engines that step together with this one; None for an engine of its own."""
         config_of_core = with_executor(vllm_config, executor_class)
         self.usage_context = usage_context
         self.vllm_config = vllm_config
@@ -119,16 +120,14 @@ class LLMEngine(EngineReports):
         log_interval_s()  # so that a wrong one is an error here, not in a step
         self.engine_core = make_core(config_of_core, multiprocess_mode)
         self._tracer = start_tracer(vllm_config)
-        peers = self._lockstep_peers
-        self._finalizer = weakref.finalize(self, _close, self.engine_core, self._tracer, peers)
-        if peers is not None:
-            peers.join()
-        self.dp_group = None if peers is None else peers.group
-        """The engines that step together with this one; None for an engine of its own."""
+        group = self.dp_group
+        self._finalizer = weakref.finalize(self, _close, self.engine_core, self._tracer, group)
+        if group is not None:
+            group.join()
         self.should_execute_dummy_batch = False
         """The next `step` runs the model for nobody, because other engines have work."""
         self.observability_config = vllm_config.observability_config
-        self.external_launcher_dp = peers is not None
+        self.external_launcher_dp = group is not None
         """Every rank is a program of its own, which somebody else started."""
         self.description = self.engine_core.description
         self.input_processor.max_model_len = self.description.max_model_len
@@ -279,9 +278,9 @@ class LLMEngine(EngineReports):
 
         An engine without work makes steps along with the others.
         """
-        if self._lockstep_peers is None:
+        if self.dp_group is None:
             return has_unfinished
-        anywhere = self._lockstep_peers.any_unfinished(has_unfinished)
+        anywhere = self.dp_group.any_unfinished(has_unfinished)
         if anywhere and not has_unfinished:
             self.should_execute_dummy_batch = True
         return anywhere
@@ -380,9 +379,9 @@ class LLMEngine(EngineReports):
         self._finalizer()
 
 
-def _close(core: SyncCore, tracer: RequestTracer | None, peers: LockstepPeers | None) -> None:
-    if peers is not None:
-        peers.group.leave()
+def _close(core: SyncCore, tracer: RequestTracer | None, group: LockstepGroup | None) -> None:
+    if group is not None:
+        group.leave()
     core.close()
     if tracer is not None:
         tracer.close()

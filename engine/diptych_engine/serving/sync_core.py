@@ -17,7 +17,7 @@ from diptych_protocol import (
 )
 
 if TYPE_CHECKING:
-    from diptych_engine.parallel.group import LockstepPeers
+    from diptych_engine.parallel.group import LockstepGroup
 
 MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
 """Environment variable: `1` gives every engine's core a process of its own."""
@@ -39,7 +39,7 @@ class SyncCore(Protocol):
     def close(self) -> None: ...
 
 
-def lockstep_peers_of(config: EngineConfig, in_process_of_its_own: bool) -> LockstepPeers | None:
+def lockstep_group_of(config: EngineConfig, in_process_of_its_own: bool) -> LockstepGroup | None:
     """Return the engines that make steps together with this one, not joined yet; None for a single
     engine.
 
@@ -57,9 +57,9 @@ def lockstep_peers_of(config: EngineConfig, in_process_of_its_own: bool) -> Lock
         raise InvalidRequestError(
             "an LLMEngine in lock-step has its core in its own process", param="multiprocess_mode"
         )
-    from diptych_engine.parallel.group import LockstepPeers
+    from diptych_engine.parallel.group import LockstepGroup
 
-    return LockstepPeers(config)
+    return LockstepGroup(config)
 
 
 def make_core(config: EngineConfig, in_process_of_its_own: bool) -> SyncCore:
