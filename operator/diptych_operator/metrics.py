@@ -75,9 +75,6 @@ class OperatorMetrics(Collector):
         gauge = Gauge(PREFIX + name, meaning, registry=self.registry)
         gauge.set_function(read)
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """Services by condition, and by name those that are not well, and those whose pods wait for
         their turn: few series while all are well."""

@@ -3,12 +3,26 @@ AsyncLLM, and reports of its statistics to its metrics, to receivers, and to the
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from diptych_frontend.core_client.foreign_options import importable_name
-from diptych_protocol import ControlCall, EngineConfig, UnsupportedFeatureError
+from diptych_frontend.observability.metric_snapshot import Metric, take_snapshot
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.stat_loggers import StatLoggerManager
+from diptych_protocol import (
+    ControlCall,
+    EngineConfig,
+    EngineCoreOutputs,
+    EngineDescription,
+    InvalidRequestError,
+    SchedulerStats,
+    UnsupportedFeatureError,
+)
 from diptych_protocol.control_calls import (
     APPLY_MODEL,
     CALL_FUNCTION,
@@ -16,33 +30,11 @@ from diptych_protocol.control_calls import (
     REST_TIMEOUT_S,
     BlockingCalls,
 )
-
-if TYPE_CHECKING:
-    from diptych_engine.models import CausalLM
-
-import os
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import msgspec
-
-from diptych_frontend.observability.metric_snapshot import Metric, take_snapshot
-from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.observability.stat_loggers import StatLoggerManager
-from diptych_protocol import (
-    EngineCoreOutputs,
-    EngineDescription,
-    InvalidRequestError,
-    RequestOutput,
-    SchedulerStats,
-)
 from diptych_protocol.errors import NotKeptError
 
 if TYPE_CHECKING:
+    from diptych_engine.models import CausalLM
     from diptych_frontend.observability.request_tracer import RequestTracer
-
 
 T = TypeVar("T")
 
@@ -128,7 +120,10 @@ class EngineReports(EngineControls):
     logger_manager: StatLoggerManager | None
     """None without `log_stats`."""
     description: EngineDescription
-    _metrics: EngineMetrics
+    _metrics: ServerMetrics
+    """The metrics of a server without those of HTTP."""
+    _newest_stats: dict[str, SchedulerStats]
+    """Those of the core, by its name, as the metrics show them."""
     _tracer: RequestTracer | None
     _clock: Callable[[], float]
     """Seconds; tells when statistics are due in the log."""
@@ -139,8 +134,8 @@ class EngineReports(EngineControls):
         """Return the present values of all metrics. Raises `NotKeptError` without `log_stats`."""
         if not self.log_stats:
             raise NotKeptError("this engine keeps no statistics: log_stats is False")
-        self._metrics.stats_by_engine[self.description.engine_id] = self._fetch_stats()
-        return self._metrics.snapshot()
+        self._newest_stats[self.description.engine_id] = self._fetch_stats()
+        return take_snapshot(self._metrics.registry)
 
     def do_log_stats(self) -> None:
         """Pass the statistics to every logger, and let it report; does nothing
@@ -172,46 +167,3 @@ class EngineReports(EngineControls):
 
     def _fetch_stats(self) -> SchedulerStats:
         return msgspec.convert(self.call_core("stats"), SchedulerStats)
-
-
-@dataclass(slots=True)
-class RequestFacts:
-    """Facts about one open request."""
-
-    num_prompt_tokens: int
-    deltas: bool
-    """Whether its outputs contain only what is new."""
-    started_at: float = field(default_factory=time.perf_counter)
-    num_tokens: dict[int, int] = field(default_factory=dict)
-    """By the index of the answer."""
-
-
-class EngineMetrics:
-    """A registry of one engine: the metrics of a server without those of HTTP."""
-
-    def __init__(self, model_name: str) -> None:
-        self.stats_by_engine: dict[str, SchedulerStats] = {}
-        """The newest statistics of the core; to be kept up to date by the owner."""
-        stats = self.stats_by_engine
-        self._metrics = ServerMetrics(model_name, lambda: stats)
-
-    def saw(self, facts: RequestFacts, output: RequestOutput) -> None:
-        """Count what an output adds to its request."""
-        metrics, now = self._metrics, time.perf_counter()
-        if not facts.num_tokens:
-            metrics.prompt_tokens.value += facts.num_prompt_tokens
-            metrics.cached_tokens.value += output.num_cached_tokens
-            if not output.finished:
-                metrics.ttft.observe(now - facts.started_at)
-        for answer in output.outputs:
-            before = facts.num_tokens.get(answer.index, 0)
-            after = len(answer.token_ids) + (before if facts.deltas else 0)
-            facts.num_tokens[answer.index] = after
-            metrics.generation_tokens.value += after - before
-            if answer.finish_reason is not None:
-                metrics.count_end(answer.finish_reason)
-        if output.finished:
-            metrics.e2e.observe(now - facts.started_at)
-
-    def snapshot(self) -> list[Metric]:
-        return take_snapshot(self._metrics.registry)

@@ -9,12 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
-from diptych_engine.serving.engine_reports import (
-    EngineMetrics,
-    EngineReports,
-    RequestFacts,
-    log_interval_s,
-)
+from diptych_engine.serving.engine_reports import EngineReports, log_interval_s
 from diptych_engine.serving.sync_core import (
     SyncCore,
     lockstep_group_of,
@@ -23,6 +18,7 @@ from diptych_engine.serving.sync_core import (
 )
 from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.core_client.foreign_options import MM_REGISTRY, with_executor
+from diptych_frontend.observability.metrics import RequestProgress, ServerMetrics
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
 from diptych_frontend.text.deprecations import warn_of_made_requests
@@ -69,7 +65,7 @@ class _Open:
     prompt: str | None
     prompt_token_ids: list[int]
     collector: Collector[Any]
-    facts: RequestFacts
+    progress: RequestProgress
 
 
 class LLMEngine(EngineReports):
@@ -133,7 +129,8 @@ class LLMEngine(EngineReports):
         self.input_processor.max_model_len = self.description.max_model_len
         self._open: dict[str, _Open] = {}
         """By the internal id of the request, or of each child of it."""
-        self._metrics = EngineMetrics(vllm_config.name)
+        stats = self._newest_stats = {}
+        self._metrics = ServerMetrics(vllm_config.name, lambda: stats)
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
             self.logger_manager = StatLoggerManager(
@@ -225,12 +222,10 @@ class LLMEngine(EngineReports):
             prompt_text = text_of(prompt)
         parent, parts, collector = fan_out(request)
         kind = getattr(request.params, "output_kind", RequestOutputKind.FINAL_ONLY)
-        facts = RequestFacts(
-            len(request.prompt_token_ids or ()), deltas=kind is RequestOutputKind.DELTA
-        )
         token_ids = request.prompt_token_ids or []
-        external_id = request.shown_id
-        opened = _Open(external_id, prompt_text, token_ids, collector, facts)
+        deltas = kind is RequestOutputKind.DELTA
+        progress = RequestProgress(self._metrics, len(token_ids), deltas=deltas)
+        opened = _Open(request.shown_id, prompt_text, token_ids, collector, progress)
         try:
             for index, part in enumerate(parts):
                 self.output_processor.add(part, prompt_text, collector, parent, index)
@@ -326,7 +321,9 @@ class LLMEngine(EngineReports):
         if output is None:
             return None
         if isinstance(output, RequestOutput) and self.log_stats:
-            self._metrics.saw(opened.facts, output)
+            opened.progress.saw(output)
+            if output.finished:
+                opened.progress.ended()
         if output.finished:
             self._end(opened.collector.request_ids)
         return output

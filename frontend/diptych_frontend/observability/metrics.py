@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, Self
 
@@ -91,9 +91,6 @@ class Tallies(Collector):
         made = Times(bounds)
         self._times.append((name, meaning, made))
         return made
-
-    def describe(self) -> Iterable[Family]:
-        return ()
 
     def collect(self) -> Iterator[Family]:
         for name, meaning, count in self._counts:
@@ -223,10 +220,11 @@ class ServerMetrics:
 
 
 class RequestProgress:
-    """Measures the times of one prompt. Enter it when the prompt is sent to the engine, and call
+    """Measures the times of one prompt. Make it when the prompt is sent to the engine, and call
     `saw` for each output.
 
-    On exit it counts how the prompt ended, but not requests that were refused before.
+    At the end call `ended`, or leave a context of it, which counts how the prompt ended, but not
+    requests that were refused before.
     """
 
     def __init__(
@@ -237,18 +235,21 @@ class RequestProgress:
         bill: Bill | None = None,
         *,
         goes_on: bool = False,
+        deltas: bool = True,
     ) -> None:
         """goes_on: the prompt, and the tokens of the first output, were counted when the client
-        asked for the first time."""
+        asked for the first time. deltas: outputs have only the tokens that are new."""
         self._metrics, self._bill, self._goes_on = metrics, bill, goes_on
         self._num_prompt_tokens = num_prompt_tokens
         self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None
         self._tenant_generation_tokens = metrics.tokens_of(tenant, "generation") if tenant else None
         self._last_delivery: dict[int, float] = {}
+        self._num_before: dict[int, int] | None = None if deltas else {}
+        """The tokens that earlier outputs had, by the index of the answer."""
         self._seen_any = False
+        self._started_at = time.perf_counter()
 
     def __enter__(self) -> Self:
-        self._started_at = time.perf_counter()
         return self
 
     def saw(self, output: RequestOutput) -> None:
@@ -264,7 +265,11 @@ class RequestProgress:
             if not output.finished:
                 metrics.ttft.observe(now - self._started_at)
         for choice in output.outputs:
-            if (count := len(choice.token_ids)) and not is_told:
+            count = len(choice.token_ids)
+            if self._num_before is not None:
+                all_so_far, count = count, count - self._num_before.get(choice.index, 0)
+                self._num_before[choice.index] = all_so_far
+            if count and not is_told:
                 metrics.generation_tokens.value += count
                 if self._tenant_generation_tokens is not None:
                     self._tenant_generation_tokens.inc(count)
@@ -290,6 +295,10 @@ class RequestProgress:
         self._metrics.cached_tokens.value += output.num_cached_tokens
         self._metrics.count_end("stop")
 
+    def ended(self) -> None:
+        """Record that the prompt has its last output."""
+        self._metrics.e2e.observe(time.perf_counter() - self._started_at)
+
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         if exc_type is None:
             self._metrics.e2e.observe(time.perf_counter() - self._started_at)
@@ -312,9 +321,6 @@ class EngineStatsCollector(Collector):
     def __init__(self, model_name: str, stats_by_engine: StatsByEngine) -> None:
         self._model_name = model_name
         self._stats_by_engine = stats_by_engine
-
-    def describe(self) -> Iterable[Family]:
-        return ()
 
     def collect(self) -> Iterator[Family]:
         snapshots = dict(self._stats_by_engine())
