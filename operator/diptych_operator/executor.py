@@ -141,8 +141,7 @@ class Executor:
             return
         work = {
             engine.engine_id: engine.num_running + engine.num_waiting + engine.leases_held
-            for router in snapshot.observed.routers
-            for engine in router.engines
+            for engine in snapshot.observed.engines
         }
         for pod in snapshot.pods:
             kind = (label(pod, REVISION_LABEL), label(pod, ROLE_LABEL))

@@ -40,8 +40,12 @@ class ServiceView:
         looked = bool(self.status.conditions) and self.kept_by is None
         return looked and self.status.observed_generation >= self.generation
 
-    def condition(self, kind: str) -> Condition | None:
-        return next((c for c in self.status.conditions if c.type == kind), None)
+    def condition(self, kind: str) -> Condition:
+        """Return what is told of it, whose status is Unknown if that is nothing."""
+        untold = Condition(
+            type=kind, status="Unknown", reason="", message="", last_transition_time=""
+        )
+        return self.status.condition(kind) or untold
 
 
 def service_view(raw: Raw) -> ServiceView:
@@ -97,7 +101,7 @@ def listing(views: Sequence[ServiceView], *, everywhere: bool = False) -> Render
             *((escape(view.namespace),) if everywhere else ()),
             escape(view.name),
             _word(available),
-            escape(available.reason if available else unknown),
+            escape((available.reason if available else "") or unknown),
             *(escape(_pool(view, role).summary or "-") for role in POOLS),
             _word(view.condition("KVTransferVerified")),
             escape(_revisions(view.status)),

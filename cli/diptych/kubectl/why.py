@@ -43,20 +43,21 @@ def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> ServiceExplanati
             headline = f"{name} is being deleted."
         return ServiceExplanation(False, headline, (cause,), tuple(_newest(view.name, warnings)))
     causes = tuple(_causes(view))
-    available = _is(view, "Available", "True")
-    failing = _is(view, "Degraded", "True") or _reason(view, "Progressing") == Reason.ROLLOUT_FAILED
-    healthy = available and not failing
-    if healthy:
-        message = _message(view, "Available")
-        return ServiceExplanation(True, f"{name} is available. {message}".rstrip(), causes)
-    headline = f"{name} {'answers requests, but wants attention' if available else _down(view)}."
+    available, progressing = view.condition("Available"), view.condition("Progressing")
+    serves = available.status == "True"
+    degraded = view.condition("Degraded").status == "True"
+    if serves and not (degraded or progressing.reason == Reason.ROLLOUT_FAILED):
+        headline = f"{name} is available. {available.message}".rstrip()
+        return ServiceExplanation(True, headline, causes)
+    headline = f"{name} {'answers requests, but wants attention' if serves else _down(view)}."
     return ServiceExplanation(False, headline, causes, tuple(_newest(view.name, warnings)))
 
 
 def _down(view: ServiceView) -> str:
-    if _reason(view, "Available") == Reason.SUSPENDED:
+    if view.condition("Available").reason == Reason.SUSPENDED:
         return "is suspended"
-    if _is(view, "Progressing", "True") and not _is(view, "Degraded", "True"):
+    progresses = view.condition("Progressing").status == "True"
+    if progresses and view.condition("Degraded").status != "True":
         return "is not available yet; it is on its way, and nothing has failed"
     return "is not available"
 
@@ -77,7 +78,7 @@ def _causes(view: ServiceView) -> Iterable[Cause]:
     told: list[str] = []
     progressing = view.condition("Progressing")
     for kind, wanted in _WANTED.items():
-        condition = view.condition(kind)
+        condition = view.status.condition(kind)
         if condition is None or condition.status == wanted:
             continue
         if kind == "KVTransferVerified" and condition.reason == Reason.VERIFICATION_OFF:
@@ -86,9 +87,7 @@ def _causes(view: ServiceView) -> Iterable[Cause]:
             continue
         told.append(condition.message)
         yield _cause(condition)
-    under_way = progressing is not None and progressing.status == "True"
-    failed = progressing is not None and progressing.reason == Reason.ROLLOUT_FAILED
-    if progressing is not None and (under_way or failed):
+    if progressing.status == "True" or progressing.reason == Reason.ROLLOUT_FAILED:
         yield _cause(progressing)
 
 
@@ -128,18 +127,3 @@ def _time(event: Raw) -> str:
         if event.get(key):
             return str(event[key])
     return ""
-
-
-def _is(view: ServiceView, kind: str, status: str) -> bool:
-    condition = view.condition(kind)
-    return condition is not None and condition.status == status
-
-
-def _reason(view: ServiceView, kind: str) -> str:
-    condition = view.condition(kind)
-    return condition.reason if condition else ""
-
-
-def _message(view: ServiceView, kind: str) -> str:
-    condition = view.condition(kind)
-    return condition.message if condition else ""

@@ -149,3 +149,6 @@ class Status(_Status, frozen=True):
             },
         ),
     ] = []
+
+    def condition(self, kind: str) -> Condition | None:
+        return next((each for each in self.conditions if each.type == kind), None)

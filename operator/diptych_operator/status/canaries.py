@@ -19,17 +19,6 @@ MAX_ERROR = 300
 """Characters of a canary's own error that a message repeats."""
 
 
-def newest(observed: Observed, revision: str) -> CanaryReport | None:
-    """Return the last canary that received its KV in this revision."""
-    crossed = [
-        canary
-        for router in observed.routers
-        for canary in router.canaries
-        if canary.ok and canary.revision == revision and revision
-    ]
-    return max(crossed, key=lambda c: (c.unix_time, c.prefill, c.decode), default=None)
-
-
 def failures(observed: Observed, revisions: Collection[str]) -> list[str]:
     """Describe the canaries that keep an engine from being trusted.
 
@@ -84,11 +73,13 @@ def transfer_status(
     Known figures stay while routers have just started and report no canary.
     """
     for revision in (current, target):
-        if canary := newest(observed, revision):
+        if canary := observed.newest_canary(revision):
             return TransferStatus(
                 verified_revision=revision,
                 verified_at=_rfc3339(canary.unix_time),
-                verified_engines=_verified_engines(observed, revision),
+                verified_engines=len(
+                    {e.engine_id for e in observed.engines if e.verified and e.revision == revision}
+                ),
                 blocks=canary.blocks,
                 bytes=canary.bytes,
                 milliseconds=canary.milliseconds,
@@ -97,16 +88,6 @@ def transfer_status(
         if revision and previous.verified_revision == revision:
             return previous
     return TransferStatus()
-
-
-def _verified_engines(observed: Observed, revision: str) -> int:
-    engines = {
-        engine.engine_id
-        for router in observed.routers
-        for engine in router.engines
-        if engine.verified and engine.revision == revision
-    }
-    return len(engines)
 
 
 def _rfc3339(unix_time: float) -> str:

@@ -8,7 +8,7 @@ from diptych_operator.api.names import ROLES
 from diptych_operator.api.pools import PoolName
 from diptych_operator.api.status import MAX_MESSAGE, TransferStatus
 from diptych_operator.plan import Phase
-from diptych_operator.status.canaries import failures, figures, newest
+from diptych_operator.status.canaries import failures, figures
 from diptych_operator.status.diagnose import progress_text, shorten
 from diptych_operator.status.observed import Observed
 from diptych_operator.status.reasons import ConditionType, Reason
@@ -213,11 +213,11 @@ def _transfer(seen: Situation) -> Verdict:
         return Verdict("Unknown", Reason.ONE_POOL, Reason.ONE_POOL.meaning)
     if seen.service.verification == "Off":
         return Verdict("Unknown", Reason.VERIFICATION_OFF, "transfer.verify is Off.")
-    if good := newest(seen.observed, seen.target):
+    if good := seen.observed.newest_canary(seen.target):
         return Verdict("True", Reason.TRANSFER_VERIFIED, figures(good))
     if failed := failures(seen.observed, (seen.target,)):
         return Verdict("False", Reason.TRANSFER_FAILED, failed[0])
-    if good := newest(seen.observed, seen.current):
+    if good := seen.observed.newest_canary(seen.current):
         return Verdict("True", Reason.TRANSFER_VERIFIED, figures(good))
     pair_ready = any(seen.pair_ready(name) for name in {seen.target, seen.current})
     if not (seen.observed.routers and pair_ready) and (kept := _kept_transfer(seen)):
@@ -234,10 +234,10 @@ def _transfer(seen: Situation) -> Verdict:
 def _kept_transfer(seen: Situation) -> Verdict | None:
     if seen.transfer.verified_revision not in {seen.target, seen.current} - {""}:
         return None
-    for condition in seen.previous.conditions:
-        if condition.type == ConditionType.KV_TRANSFER_VERIFIED and condition.status == "True":
-            return Verdict("True", Reason.TRANSFER_VERIFIED, condition.message)
-    return None
+    before = seen.previous.condition(ConditionType.KV_TRANSFER_VERIFIED)
+    if before is None or before.status != "True":
+        return None
+    return Verdict("True", Reason.TRANSFER_VERIFIED, before.message)
 
 
 # --- does anything want attention? ------------------------------------------------------------

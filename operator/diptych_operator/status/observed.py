@@ -5,7 +5,7 @@ The modules that decide (`plan`, `status`, `autoscale`) use these values and nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -15,7 +15,7 @@ from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
 from diptych_operator.counts import Counts
 from diptych_operator.plan.state import less, most
 from diptych_operator.status.references import Reference, key_secrets, references
-from diptych_protocol.admin import RouterReport
+from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
 
 TURNED_AWAY_S: Final = 30
 """So long the scheduler may look for a node before a pod counts as one that finds none."""
@@ -110,6 +110,11 @@ class Observed:
     lags: bool = False
     """The operator has just changed a Deployment, and this state is from before."""
 
+    @property
+    def engines(self) -> Iterator[EngineReport]:
+        """What each router says of each engine."""
+        return (engine for router in self.routers for engine in router.engines)
+
     def revisions(self) -> tuple[str, ...]:
         """Every revision that has a Deployment or a pod, sorted."""
         found = {d.revision for d in self.deployments} | {p.revision for p in self.pods}
@@ -184,16 +189,21 @@ class Observed:
 
     def turned(self, role: str) -> int:
         """Return how many engines of a pool have the other pool's role, as routers gave it."""
-        engines = (engine for router in self.routers for engine in router.engines)
-        return len({e.engine_id for e in engines if e.home == role != e.role})
+        return len({e.engine_id for e in self.engines if e.home == role != e.role})
 
-    def verified(self, revision: str) -> bool:
-        """Whether a router remembers a canary that received KV in this revision, at any time."""
-        return any(
-            canary.ok and canary.revision == revision
+    def newest_canary(self, revision: str) -> CanaryReport | None:
+        """Return the last canary that received its KV in this revision, if a router remembers any
+        that did."""
+        crossed = [
+            canary
             for router in self.routers
             for canary in router.canaries
-        )
+            if canary.ok and canary.revision == revision and revision
+        ]
+        return max(crossed, key=lambda c: (c.unix_time, c.prefill, c.decode), default=None)
+
+    def verified(self, revision: str) -> bool:
+        return self.newest_canary(revision) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,9 +162,9 @@ def count(observed: Observed, target: str, transfer: TransferStatus, now: str) -
 
 
 def _conditions(seen: Situation, now: str) -> list[Condition]:
-    before = {condition.type: condition for condition in seen.previous.conditions}
+    generation, before = seen.service.metadata.generation, seen.previous.condition
     return [
-        _condition(kind, verdict, before.get(kind), seen.service.metadata.generation, now)
+        _condition(kind, verdict, before(kind), generation, now)
         for kind, verdict in judge(seen).items()
     ]
 
@@ -188,11 +188,10 @@ def _condition(
 
 def events_between(old: Status, new: Status) -> list[EventNote]:
     """Return the changes from one status to the next as events; none if nothing has changed."""
-    before = {condition.type: condition for condition in old.conditions}
-    after = {condition.type: condition for condition in new.conditions}
     notes: list[EventNote] = []
     for kind, judged in _JUDGES.items():
-        if kind in after and (note := judged(before.get(kind), after[kind])):
+        now = new.condition(kind)
+        if now is not None and (note := judged(old.condition(kind), now)):
             notes.append(note)
     notes.extend(_rollout_events(old, new))
     # One thing may show in several conditions; it is told once.
@@ -247,6 +246,6 @@ def _rollout_events(old: Status, new: Status) -> Iterable[EventNote]:
         text = f"Revision {revision} serves in full. {message}"
         yield EventNote("Normal", Reason.ROLLOUT_FINISHED, shorten(text, MAX_MESSAGE))
     if phase == Phase.Failed and was != Phase.Failed:
-        failed = next((c for c in new.conditions if c.type == ConditionType.PROGRESSING), None)
+        failed = new.condition(ConditionType.PROGRESSING)
         text = failed.message if failed else message
         yield EventNote("Warning", Reason.ROLLOUT_FAILED, shorten(text, MAX_MESSAGE))
