@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from diptych_operator.api.base import Object, ServiceKey
 from diptych_operator.api.names import (
@@ -24,10 +25,10 @@ from diptych_operator.kube.children import Children, belongs_to, child_id, is_or
 from diptych_operator.kube.client import ApiError, Kube, name_of
 from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND
 from diptych_operator.plan import Step
-from diptych_operator.render import Serving
 from diptych_operator.render.once import Renderings
 from diptych_operator.scalers import scaler_ids
 from diptych_operator.service_snapshot import ServiceSnapshot, annotation, label
+from diptych_protocol.router_settings import Serving
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ def told_to_routers(snapshot: ServiceSnapshot, step: Step) -> Serving:
     asleep = service.sleeps_when_idle and (empty or known)
     serving = Serving(tuple(step.serving), asleep=asleep)
     if trial is not None and trial.revision in step.serving and len(step.serving) > 1:
-        serving = replace(serving, canary=trial.revision, weight=trial.weight)
+        serving = msgspec.structs.replace(serving, canary=trial.revision, weight=trial.weight)
     return serving
 
 

@@ -16,9 +16,10 @@ from typing import Final, NamedTuple, Self
 from diptych_operator.api.base import ServiceKey, digest
 from diptych_operator.api.names import UPGRADE_ANNOTATION
 from diptych_operator.api.service import InferenceService
-from diptych_operator.render import KeySets, Serving, fixed_counts, render_revision, render_shared
+from diptych_operator.render import KeySets, fixed_counts, render_revision, render_shared
 from diptych_operator.render.once import Renderings
 from diptych_operator.windows import RolloutWindow, opens
+from diptych_protocol.router_settings import Serving
 
 MOST_UPGRADES: Final = 1
 """Services that roll at once because of an upgrade of the operator, unless told otherwise."""

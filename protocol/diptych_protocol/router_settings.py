@@ -169,3 +169,17 @@ class RouteConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     models: list[RouteModel]
     allowed_hosts: list[str] = []
     drain_seconds: float = 30.0
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """What the operator tells routers while they run, in `serving.json`. Unknown fields are
+    ignored: a newer operator may add some."""
+
+    revisions: tuple[str, ...] = ()
+    """Revisions that get new requests; empty means all."""
+    asleep: bool = False
+    """When pools are empty, it is on purpose: hold requests until they are not, and be ready."""
+    canary: str = ""
+    """The one of `revisions` that is on trial; empty if none is."""
+    weight: int = 0
+    """Percent of new requests that it gets."""

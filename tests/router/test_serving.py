@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.engines.serving import MAX_BYTES, RevisionShare, Serving, ServingFile
+from diptych_protocol.router_settings import Serving
+from diptych_router.engines.serving import MAX_BYTES, RevisionShare, ServingFile
 
 
 def test_no_file_lets_every_revision_serve(tmp_path: Path) -> None:
@@ -24,10 +25,10 @@ def test_what_it_says_is_followed_and_news_are_told_once(tmp_path: Path) -> None
     path.write_text('{"revisions": ["a"], "of a newer operator": 1}')
     assert file.refresh() is True
     assert file.refresh() is False
-    assert file.serving == Serving(["a"])
+    assert file.serving == Serving(("a",))
     path.write_text('{"revisions": ["a", "b"], "asleep": true}')
     assert file.refresh() is True
-    assert file.serving == Serving(["a", "b"], asleep=True)
+    assert file.serving == Serving(("a", "b"), asleep=True)
     path.write_text('{"revisions": []}')
     assert file.refresh() is True
     assert file.serving == Serving()
@@ -51,7 +52,7 @@ def test_what_cannot_be_understood_changes_nothing_and_is_said_once(
     path.write_bytes(content)
     with caplog.at_level(logging.ERROR):
         assert [file.refresh() for _ in range(3)] == [False] * 3
-    assert file.serving == Serving(["a"])
+    assert file.serving == Serving(("a",))
     assert len(caplog.records) == 1
 
 
@@ -59,7 +60,7 @@ def test_what_cannot_be_understood_changes_nothing_and_is_said_once(
 def test_after_any_number_of_requests_a_share_is_less_than_one_request_away(
     weight: int, requests: int, testers: int
 ) -> None:
-    trial = RevisionShare(Serving(["a", "b"], canary="b", weight=weight))
+    trial = RevisionShare(Serving(("a", "b"), canary="b", weight=weight))
     given_to: list[tuple[str, ...]] = []
     for number in range(requests):
         if number < testers:  # who chooses for themselves change nothing for the others

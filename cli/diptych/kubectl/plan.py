@@ -19,11 +19,12 @@ from diptych_operator.api.names import CONFIG_HASH_ANNOTATION, ROLE_LABEL, objec
 from diptych_operator.api.parse import parse_object
 from diptych_operator.kube import cluster as capabilities
 from diptych_operator.kube.difference import differences
-from diptych_operator.render import Serving, fixed_counts, render_revision, render_shared
+from diptych_operator.render import fixed_counts, render_revision, render_shared
 from diptych_operator.revision import key_set, revision
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, label
 from diptych_operator.status.observed import Observed
 from diptych_operator.windows import opens
+from diptych_protocol.router_settings import Serving
 
 LONG = 70
 """Longer values are not shown."""

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
@@ -29,22 +28,9 @@ from diptych_operator.render.shared import (
 )
 from diptych_operator.render.vllm import vllm_objects
 from diptych_operator.revision import key_set, revision
+from diptych_protocol.router_settings import Serving
 
-__all__ = ["KeySets", "ServiceSecrets", "Serving", "render", "render_revision", "render_shared"]
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """What routers are told while they run."""
-
-    revisions: Sequence[str] = ()
-    """Revisions that may serve. Empty means all."""
-    asleep: bool = False
-    """When pools are empty, it is on purpose: hold requests instead of reporting unready."""
-    canary: str = ""
-    """The one of them that is on trial; empty if none is."""
-    weight: int = 0
-    """Percent of new requests that it gets."""
+__all__ = ["KeySets", "ServiceSecrets", "render", "render_revision", "render_shared"]
 
 
 def render(service: InferenceService, secrets: ServiceSecrets) -> list[Object]:
@@ -82,7 +68,7 @@ def render_shared(
     objects = [
         *(service_account(service, role) for role in roles(service)),
         config,
-        serving_config_map(service, asdict(serving)),
+        serving_config_map(service, serving),
         *(pool_service(service, role) for role in service.pools),
         router_service(service),
     ]

@@ -29,6 +29,7 @@ from diptych_protocol import (
     Slo,
     SpeculativeConfig,
 )
+from diptych_protocol.router_settings import Serving
 from diptych_protocol.threads import model_threads
 
 S = TypeVar("S", Slo, SamplingDefaults, SpeculativeConfig)
@@ -140,10 +141,11 @@ def router_config_map(service: InferenceService, model: str) -> dict[str, Any]:
     return config_map(metadata(service, "router", "router"), files)
 
 
-def serving_config_map(service: InferenceService, serving: dict[str, Any]) -> dict[str, Any]:
+def serving_config_map(service: InferenceService, serving: Serving) -> dict[str, Any]:
     """Return the ConfigMap that routers read while they run: which revisions may serve."""
     always = ("revisions", "asleep")
-    said = {name: value for name, value in serving.items() if value or name in always}
+    told = msgspec.structs.asdict(serving)
+    said = {name: value for name, value in told.items() if value or name in always}
     files = {SERVING_FILE: msgspec.json.encode(said).decode()}
     return config_map(metadata(service, "serving", "router"), files)
 

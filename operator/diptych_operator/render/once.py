@@ -11,7 +11,8 @@ from diptych_operator.api.base import Object, ServiceKey
 from diptych_operator.api.service import InferenceService, ObjectMeta, Spec
 from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.render import KeySets, Serving, render_revision, render_shared
+from diptych_operator.render import KeySets, render_revision, render_shared
+from diptych_protocol.router_settings import Serving
 
 T = TypeVar("T")
 

@@ -15,23 +15,11 @@ import msgspec
 from diptych_frontend.openai.mounted import read
 from diptych_protocol import UNREADABLE
 from diptych_protocol.admin import TrialReport
+from diptych_protocol.router_settings import Serving
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 10
-
-
-class Serving(msgspec.Struct, frozen=True):
-    """The operator's decision. Unknown fields are ignored: a newer operator may add some."""
-
-    revisions: list[str] = []
-    """Revisions that get new requests; empty means all."""
-    asleep: bool = False
-    """When pools are empty, it is on purpose: hold requests until they are not."""
-    canary: str = ""
-    """The one of `revisions` that is on trial; empty if none is."""
-    weight: int = 0
-    """Percent of new requests that it gets."""
 
 
 ALL_REQUESTS: Final = 100

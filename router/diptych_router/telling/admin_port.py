@@ -109,7 +109,7 @@ def router_report(
         reason=reason,
         open_requests=len(client.output_processor.answers),
         held_requests=client.num_held,
-        serving_revisions=pools.serving.revisions,
+        serving_revisions=list(pools.serving.revisions),
         engines=[_engine_report(pools, link) for link in pools.links.values() if link.up],
         canaries=list(pools.canaries.values()),
         refused_settings=pools.refused_settings,

@@ -23,7 +23,6 @@ from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render import (
     KeySets,
     ServiceSecrets,
-    Serving,
     fixed_counts,
     render,
     render_revision,
@@ -31,6 +30,7 @@ from diptych_operator.render import (
 )
 from diptych_operator.revision import revision
 from diptych_protocol import Batches, CurveKeys, EngineConfig, RouterConfig, Slo
+from diptych_protocol.router_settings import Serving
 from diptych_protocol.sampling import SamplingDefaults
 
 GOLDEN = Path(__file__).parent / "golden"

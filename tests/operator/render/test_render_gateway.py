@@ -12,9 +12,10 @@ from diptych_operator.api.base import Object, Raw
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.render import KeySets, Serving, render_shared
+from diptych_operator.render import KeySets, render_shared
 from diptych_operator.render.gateway import why_not_exposed
 from diptych_protocol import RouterConfig
+from diptych_protocol.router_settings import Serving
 
 GATEWAY = {"name": "front", "namespace": "infra", "hostname": "llm.example"}
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from router_kit.request_world import World
 
 from diptych_protocol import EngineCoreOutput, FinishReason, Slo
+from diptych_protocol.router_settings import Serving
 from diptych_protocol.wire import REVISION_HEADER
-from diptych_router.engines.serving import RevisionShare, Serving
+from diptych_router.engines.serving import RevisionShare
 from diptych_router.requests.promises import Promises
 
 
 def tried(weight: int) -> World:
     world = World("p", "d")
-    world.trial = RevisionShare(Serving(["a", "b"], canary="b", weight=weight))
+    world.trial = RevisionShare(Serving(("a", "b"), canary="b", weight=weight))
     return world
 
 
@@ -63,7 +64,7 @@ def test_answers_that_go_on_are_not_judged_yet() -> None:
         world.submit(name)
         world.say("p", world.answer(f"{name}/1", FinishReason.LENGTH, lease=name))
         world.say("d", world.answer(f"{name}/2"))
-    other = RevisionShare(Serving(["a", "b"], canary="b", weight=50))
+    other = RevisionShare(Serving(("a", "b"), canary="b", weight=50))
     open_of = world.table.num_answering_for
     assert (open_of(world.trial), open_of(other)) == (2, 0)
     world.say("d", world.answer("over/2", FinishReason.STOP))

@@ -27,6 +27,7 @@ from diptych_protocol import (
     SchedulerStats,
     wire,
 )
+from diptych_protocol.router_settings import Serving
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
@@ -37,7 +38,7 @@ from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.health_book import FullEngines
-from diptych_router.engines.serving import RevisionShare, Serving, ServingFile
+from diptych_router.engines.serving import RevisionShare, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
 
 log = logging.getLogger(__name__)
