@@ -1,13 +1,15 @@
-"""Answers a router's admin port: the operator's polls, and users' questions about requests."""
+"""Answers a router's admin port: the operator's polls, users' questions about requests, and what a
+service was asked of late, for whoever finds out how many engines of which kind it should have."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -18,18 +20,32 @@ from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.responses import json_response
 from diptych_frontend.openai.tls import Certificate
 from diptych_protocol import InvalidRequestError, KVTransferStats
-from diptych_protocol.admin import EngineReport, Explanation, PromiseCount, RouterReport
+from diptych_protocol.admin import (
+    EngineReport,
+    Explanation,
+    LoadReport,
+    PastRequest,
+    PoolLoad,
+    PromiseCount,
+    RouterReport,
+)
+from diptych_protocol.wire import time_of_day
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Kind
 from diptych_router.requests.records import MOST_REQUESTS
+from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.explanations import Explanations, check_id
-from diptych_router.telling.load_report import load_report
 
 DEFAULT_LIMIT: Final = 20
 MOST_WAIT_S: Final = 60.0
 LOOK_S: Final = 0.1
+RATES: Final = {
+    "step_s": "step_s", "prompt_token_s": "prompt_token_s", "row_s": "row_s",
+    "move_s": "trip_s", "move_token_s": "trip_token_s",
+}  # fmt: skip
+"""Field of `PoolLoad` -> column of `EngineTable`."""
 
 
 def request_routes(known: Explanations) -> list[BaseRoute]:
@@ -162,3 +178,55 @@ def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         zone=link.location.zone,
         failures={str(kind): count for kind, count in link.breaker.failures.items()},
     )
+
+
+def load_report(client: PoolClient, settings: Explanations) -> LoadReport:
+    """Return what the service was asked of late, and what that takes its engines."""
+    slo = client.table.promises.slo
+    return LoadReport(
+        policy=settings.policy,
+        disaggregate=settings.disaggregate,
+        ttft_ms=slo.ttft_ms,
+        inter_token_ms=slo.inter_token_ms,
+        pools=list(_pools(client)),
+        requests=[found for record in client.table.records for found in _past(record)],
+    )
+
+
+def _past(record: RequestRecord) -> Iterator[PastRequest]:
+    """Nothing for what is open, was ended by its client, or wants no tokens."""
+    first_s, ended_s = record.first_token_s, record.ended_s
+    if ended_s is None or record.outcome == "abort" or record.prefill_only:
+        return
+    if record.outcome in ("error", "refused"):
+        first_s = None
+    elif first_s is None:
+        return
+    placements = [placement for attempt in record.attempts for placement in attempt.placements]
+    yield PastRequest(
+        unix_time=time_of_day(record.began_s),
+        prompt_tokens=record.prompt_tokens,
+        cached_tokens=placements[0].cached_tokens if placements else 0,
+        output_tokens=record.tokens.total,
+        first_token_s=None if first_s is None else first_s - record.began_s,
+        seconds=ended_s - record.began_s,
+    )
+
+
+def _pools(client: PoolClient) -> Iterator[PoolLoad]:
+    for role, table in client.pools.fleet.tables.items():
+        links = client.pools.of(role)
+        described = [link.description for link in links if link.description is not None]
+        places = [row.at for row in table.rows if row["told_steps"]]
+        if described and places:
+            yield PoolLoad(
+                role=role,
+                engines=len(described),
+                num_blocks=min(engine.num_blocks for engine in described),
+                block_size=described[0].block_size,
+                max_num_seqs=min(engine.max_num_seqs for engine in described),
+                **{
+                    name: float(np.median(table.column[column][places]))
+                    for name, column in RATES.items()
+                },
+            )
