@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 import httpx
 import msgspec
 
+from diptych.router_admin import message_of
 from diptych_protocol import UNREADABLE
 
 GO_ON_S: Final = 10.0
@@ -33,12 +34,46 @@ class _BrokenOffError(AnswerError):
     """The connection ended; the rest of the answer may be had by another one."""
 
 
-class _Error(msgspec.Struct):
-    message: str = "unknown error"
+class _Delta(msgspec.Struct):
+    content: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+    refusal: Any = None
 
 
-class _Refusal(msgspec.Struct):
-    error: _Error
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    """What a chat adds to the answer. Completions have `text` instead, which may be empty."""
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One event of a stream."""
+
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+
+    @property
+    def text(self) -> str:
+        """What it adds to the text of the first answer to a chat."""
+        said = self.choices[0].delta if self.choices else None
+        return said.content if said is not None and isinstance(said.content, str) else ""
+
+    @property
+    def brings_tokens(self) -> bool:
+        deltas = (choice.delta for choice in self.choices or ())
+        return any(said is None or any(msgspec.structs.astuple(said)) for said in deltas)
 
 
 async def whole_events(
@@ -62,6 +97,30 @@ async def whole_events(
             if "last-event-id" not in headers or time.monotonic() > give_up_at:
                 raise
         await asyncio.sleep(PAUSE_S)
+
+
+async def stream_chat(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any]
+) -> AsyncIterator[Chunk]:
+    """Yield the pieces of one chat completion as they arrive. Raises `AnswerError`."""
+    async for events in whole_events(client, f"{url}/chat/completions", body):
+        for chunk in chunks_of(events):
+            yield chunk
+
+
+def chunks_of(events: bytes) -> Iterator[Chunk]:
+    """Yield what whole events say. Raises `AnswerError` for an error, and for what is none of an
+    answer."""
+    for line in events.splitlines():
+        field, _, data = line.partition(b":")
+        if field == b"data" and (data := data.strip()) != b"[DONE]":
+            try:
+                chunk = msgspec.json.decode(data, type=Chunk)
+            except UNREADABLE as exc:
+                raise AnswerError(f"an event that is no chunk of an answer: {exc}") from exc
+            if chunk.error is not None:
+                raise AnswerError(f"an error in the stream: {one_line(message_of(data))}")
+            yield chunk
 
 
 async def _events(
@@ -96,11 +155,7 @@ async def _refusal(response: httpx.Response) -> str:
         said += piece
         if len(said) > 4 * MAX_ERROR_CHARS:
             break
-    try:
-        text = msgspec.json.decode(said, type=_Refusal).error.message
-    except UNREADABLE:
-        text = said.decode(errors="replace")
-    return f"HTTP {response.status_code}: {one_line(text)}"
+    return f"HTTP {response.status_code}: {one_line(message_of(said))}"
 
 
 def one_line(text: str) -> str:

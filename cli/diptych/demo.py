@@ -11,9 +11,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from diptych.answer_stream import AnswerError
+from diptych.answer_stream import AnswerError, stream_chat
+from diptych.chat.conversation import TIMEOUT
 from diptych.chat.loop import printer
-from diptych.chat.stream import TIMEOUT, stream_chat
 from diptych.engine_load import items_of
 from diptych.errors import RunError
 from diptych.laptop.rundir import RunState, options
@@ -104,11 +104,11 @@ async def _ask(client: httpx.AsyncClient, state: RunState, console: Console) -> 
     begun = time.perf_counter()
     arrivals: list[float] = []
     tokens: int | None = None
-    async for piece in stream_chat(client, state.url, body):
-        if piece.text:
+    async for chunk in stream_chat(client, state.url, body):
+        if chunk.text:
             arrivals.append(time.perf_counter() - begun)
-            show(piece.text)
-        tokens = piece.completion_tokens if piece.completion_tokens is not None else tokens
+            show(chunk.text)
+        tokens = tokens if chunk.usage is None else chunk.usage.completion_tokens
     if not arrivals:
         raise AnswerError("the answer was empty")
     return Timing(arrivals[0], arrivals[-1], tokens if tokens is not None else len(arrivals))

@@ -13,6 +13,8 @@ from diptych_protocol import UNREADABLE
 
 LIST_PATH: Final = "/admin/requests"
 LOAD_PATH: Final = "/admin/load"
+MAX_CHARS: Final = 200
+"""Characters of a router's refusal that are told."""
 
 T = TypeVar("T")
 Get = Callable[[str], tuple[int, bytes]]
@@ -64,9 +66,9 @@ def ask_all(
             if status == 200:
                 found.append(Told(name, msgspec.json.decode(body, type=kind)))
             elif status == 404:
-                unknown = _message(body)
+                unknown = message_of(body)[:MAX_CHARS]
             else:
-                problems.append(f"{name}: HTTP {status}: {_message(body)}")
+                problems.append(f"{name}: HTTP {status}: {message_of(body)[:MAX_CHARS]}")
         except (RouterError, *UNREADABLE) as exc:
             problems.append(f"{name}: {exc}")
     if found:
@@ -76,9 +78,10 @@ def ask_all(
     raise RouterError("; ".join(problems) or "there is no router to ask")
 
 
-def _message(body: bytes) -> str:
+def message_of(body: bytes) -> str:
+    """Return the message of an error in the form of OpenAI's API; any other body as it is."""
     try:
         said = msgspec.json.decode(body, type=_Refused).error.message
     except UNREADABLE:
         said = ""
-    return said or body[:200].decode(errors="replace")
+    return said or body.decode(errors="replace")

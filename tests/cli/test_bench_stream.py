@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -65,18 +66,26 @@ def test_without_a_usage_events_are_counted() -> None:
 def test_it_does_not_matter_where_a_stream_is_cut(cuts: list[int]) -> None:
     stream = b"".join([*(completion() for _ in range(4)), event(usage=USAGE), DONE])
     edges = sorted({0, *(cut for cut in cuts if cut < len(stream)), len(stream)})
-    pieces = [(float(a), stream[a:b]) for a, b in itertools.pairwise(edges)]
-    sample = read_stream(pieces)
+
+    async def sent() -> AsyncIterator[bytes]:
+        for a, b in itertools.pairwise(edges):
+            yield stream[a:b]
+
+    answering = httpx.MockTransport(lambda _: httpx.Response(200, content=sent()))
+
+    async def read() -> list[bytes]:
+        async with httpx.AsyncClient(transport=answering, base_url="http://service") as client:
+            return [events async for events in whole_events(client, "/v1/completions", {})]
+
+    sample = read_stream([(float(n), events) for n, events in enumerate(asyncio.run(read()))])
     assert (sample.output_tokens, len(sample.gaps_s)) == (3, 3)
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ([], "broke off before its end"),
-        ([chat(content="a")], "broke off before its end"),
         ([DONE], "without a token"),
-        ([event(error={"message": "no\nroom"}), DONE], r"error in the stream: .*no\\nroom"),
+        ([event(error={"message": "no\nroom"}), DONE], "error in the stream: no room"),
         ([b"data: {nonsense\n\n", DONE], "no chunk of an answer"),
         ([b"data: \xff\n\n", DONE], "no chunk of an answer"),
         ([event(choices=3), DONE], "no chunk of an answer"),

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -17,11 +18,10 @@ from PIL import Image
 from rich.console import Console
 from waits import PATIENCE_S
 
-from diptych.answer_stream import AnswerError
+from diptych.answer_stream import AnswerError, chunks_of, stream_chat
 from diptych.api_service import Service, find_service
 from diptych.chat.conversation import Conversation
 from diptych.chat.loop import printer
-from diptych.chat.stream import Piece, read_event, stream_chat
 from diptych.demo import HandOff, Timing, read_hand_off
 from diptych.errors import RunError
 from diptych.main import main
@@ -41,16 +41,18 @@ async def said(conversation: Conversation, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("data", "piece"),
+    ("data", "text", "tokens"),
     [
-        ('{"choices": [{"delta": {"content": "hi"}}]}', Piece("hi")),
-        ('{"choices": [{"delta": {"role": "assistant", "content": null}}]}', Piece()),
-        ('{"choices": [], "usage": {"completion_tokens": 3}}', Piece("", 3)),
-        ('{"choices": [{"index": 0, "finish_reason": "stop"}], "usage": null}', Piece()),
+        ('{"choices": [{"delta": {"content": "hi"}}]}', "hi", None),
+        ('{"choices": [{"delta": {"role": "assistant", "content": null}}]}', "", None),
+        ('{"choices": [], "usage": {"completion_tokens": 3}}', "", 3),
+        ('{"choices": [{"index": 0, "finish_reason": "stop"}], "usage": null}', "", None),
     ],
 )
-def test_events_of_a_stream_are_read(data: str, piece: Piece) -> None:
-    assert read_event(data.encode()) == piece
+def test_events_of_a_stream_are_read(data: str, text: str, tokens: int | None) -> None:
+    [chunk] = chunks_of(f"id: 1\ndata: {data}\n\ndata: [DONE]\n\n".encode())
+    assert chunk.text == text
+    assert (chunk.usage.completion_tokens if chunk.usage else None) == tokens
 
 
 def chunk(text: str, event_id: str) -> str:
@@ -115,14 +117,20 @@ def test_an_answer_gives_a_terminal_no_orders(terminal: bool) -> None:
     ("data", "message"),
     [
         ('{"error": {"message": "engine lost", "code": 500}}', "engine lost"),
-        ("{nonsense", "no chat chunk"),
-        ('{"choices": 3}', "no chat chunk"),
-        ("\xff", "no chat chunk"),
+        ('{"error": "engine lost"}', "engine lost"),
+        ("{nonsense", "no chunk of an answer"),
+        ('{"choices": 3}', "no chunk of an answer"),
+        ("\xff", "no chunk of an answer"),
     ],
 )
-def test_errors_and_nonsense_in_a_stream_are_told(data: str, message: str) -> None:
-    with pytest.raises(AnswerError, match=message):
-        read_event(data.encode())
+async def test_errors_and_nonsense_in_a_stream_are_told(data: str, message: str) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield f"data: {data}\n\ndata: [DONE]\n\n".encode()
+
+    answering = httpx.MockTransport(lambda _: httpx.Response(200, content=body()))
+    async with httpx.AsyncClient(transport=answering) as client:
+        with pytest.raises(AnswerError, match=message):
+            _ = [chunk async for chunk in stream_chat(client, "http://service", {})]
 
 
 async def test_a_conversation_is_sent_whole_and_can_be_reset(url: str) -> None:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
-import msgspec
 
-from diptych.answer_stream import AnswerError, one_line, whole_events
-from diptych_protocol import UNREADABLE
+from diptych.answer_stream import AnswerError, Usage, chunks_of, whole_events
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 
@@ -46,45 +44,6 @@ class Sample:
         return self.ttft_s + sum(self.gaps_s)
 
 
-class _Delta(msgspec.Struct):
-    content: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
-    tool_calls: Any = None
-    refusal: Any = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-    """What a chat adds to the answer. Completions have `text` instead, which may be empty."""
-
-    def brings_tokens(self) -> bool:
-        said = self.delta
-        return said is None or bool(
-            said.content
-            or said.reasoning
-            or said.reasoning_content
-            or said.tool_calls
-            or said.refusal
-        )
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-
-
 async def stream(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], timeout_s: float
 ) -> Sample:
@@ -105,28 +64,17 @@ async def stream(
 
 
 def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Sample:
-    """Parse server-sent events from pieces cut anywhere, each with the time at which it came.
+    """Read the events of a whole answer, each piece of them with the time at which it came.
 
-    Raises `AnswerError` if they are no whole answer.
+    Raises `AnswerError` as `chunks_of`, and for an answer without a token.
     """
     times: list[float] = []
-    usage: _Usage | None = None
-    rest, whole = b"", False
-    for when, piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                whole = True
-                continue
-            event = _read(data)
-            usage = event.usage or usage
-            if any(choice.brings_tokens() for choice in event.choices or ()):
+    usage: Usage | None = None
+    for when, events in pieces:
+        for chunk in chunks_of(events):
+            usage = chunk.usage or usage
+            if chunk.brings_tokens:
                 times.append(when)
-    if not whole:
-        raise AnswerError("the stream broke off before its end")
     if not times:
         raise AnswerError("an answer without a token")
     gaps = [b - a for a, b in itertools.pairwise(times)]
@@ -135,13 +83,3 @@ def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Sample:
     details = usage.prompt_tokens_details
     cached = details.cached_tokens if details else None
     return Sample(times[0], gaps, usage.completion_tokens, cached, usage.prompt_tokens)
-
-
-def _read(data: bytes) -> _Event:
-    try:
-        event = msgspec.json.decode(data, type=_Event)
-    except UNREADABLE as exc:
-        raise AnswerError(f"an event that is no chunk of an answer: {exc}") from exc
-    if event.error is not None:
-        raise AnswerError(f"an error in the stream: {one_line(str(event.error))}")
-    return event

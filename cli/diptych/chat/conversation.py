@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
+from diptych.answer_stream import stream_chat
 from diptych.api_service import Service
-from diptych.chat.stream import TIMEOUT, stream_chat
 
+TIMEOUT: Final = httpx.Timeout(connect=5.0, read=120.0, write=10.0, pool=5.0)
 Message = dict[str, Any]
 """A message as in the API: `role`, and `content` that is a text or a list of parts."""
 

@@ -22,10 +22,9 @@ from PIL import Image
 from vllm_kit.sent import request
 
 from diptych.answer_stream import AnswerError
-from diptych.bench import stream as bench_stream
 from diptych.bench import workload
+from diptych.bench.stream import read_stream
 from diptych.chat import files as chat_files
-from diptych.chat import stream as chat_stream
 from diptych.errors import BadInputError
 from diptych_engine.lora.peft import read_peft
 from diptych_engine.models.stored_parts import open_safetensors
@@ -365,12 +364,8 @@ def parsers() -> Iterator[Parser]:
         text(lambda said: admin_token({"data": dict.fromkeys(KEY_FILES, said)})), (b"c2VzYW1l",),
     )  # fmt: skip
     yield Parser(
-        "chats' events", ("cli/diptych/chat/stream.py",), chat_stream.read_event, (CHUNK,),
-        raises=(AnswerError,),
-    )  # fmt: skip
-    yield Parser(
-        "bench's events", ("cli/diptych/bench/stream.py", "cli/diptych/answer_stream.py"),
-        lambda data: bench_stream.read_stream([(0.0, data)]),
+        "the events of answers", ("cli/diptych/answer_stream.py",),
+        lambda data: read_stream([(0.0, data)]),
         (b"data: " + CHUNK + b"\n\ndata: [DONE]\n",),
         raises=(AnswerError,),
     )  # fmt: skip
