@@ -23,26 +23,18 @@ DONE: Final = b"+"
 ERROR: Final = b"-"
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-
-
-_NO_DETAILS: Final = _Details()
-
-
 class _Usage(msgspec.Struct):
     """That of any route: chats and completions have one kind of names, responses the other."""
 
     total_tokens: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
+    prompt_tokens_details: InputDetails | None = None
+    completion_tokens_details: OutputDetails | None = None
     input_tokens: int = 0
     output_tokens: int = 0
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
+    input_tokens_details: InputDetails | None = None
+    output_tokens_details: OutputDetails | None = None
 
 
 class _Body(msgspec.Struct):
@@ -164,8 +156,8 @@ def added(sum_so_far: BatchUsage, told: Told) -> BatchUsage:
     if body is None or body.usage is None:
         return sum_so_far
     usage = body.usage
-    inputs = usage.prompt_tokens_details or usage.input_tokens_details or _NO_DETAILS
-    outputs = usage.completion_tokens_details or usage.output_tokens_details or _NO_DETAILS
+    inputs = usage.prompt_tokens_details or usage.input_tokens_details or InputDetails()
+    outputs = usage.completion_tokens_details or usage.output_tokens_details or OutputDetails()
     cached = sum_so_far.input_tokens_details.cached_tokens + inputs.cached_tokens
     reasoning = sum_so_far.output_tokens_details.reasoning_tokens + outputs.reasoning_tokens
     return BatchUsage(
