@@ -90,9 +90,13 @@ class VllmRequest(msgspec.Struct):
     }
 
 
-class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How answers are sampled, as vLLM takes it with chats, completions and responses."""
+class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chats, completions and responses ask for under the same names."""
 
+    model: str
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
@@ -106,9 +110,18 @@ class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     logit_bias: dict[Int64, float] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    json_schemas: JsonSchemas | None = None
+    """Whether keywords of a schema that cannot be enforced are refused or ignored; by default, the
+    service's setting."""
+    priority: Int64 | None = None
+    cache_salt: CacheSalt | None = None
+    session_id: str | None = None
+    """If it is set, a next turn is expected."""
+    kv_hints: KvHints | None = None
+    user: str | None = None
 
 
-class GenerationRequest(Sampled, kw_only=True):
+class GenerationRequest(Asked, kw_only=True):
     """What both generation routes share."""
 
     FORMAT_FIELD: ClassVar[str] = "response_format"
@@ -137,16 +150,10 @@ class GenerationRequest(Sampled, kw_only=True):
         "return_token_offsets": ignored(RENDERED, False),
     }
 
-    model: str
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int64 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     min_tokens: Int64 | None = None
     max_tokens: Int64 | None = None
-    priority: Int64 | None = None
-    cache_salt: CacheSalt | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     bad_words: list[str] | None = None
@@ -157,14 +164,6 @@ class GenerationRequest(Sampled, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    json_schemas: JsonSchemas | None = None
-    """Whether keywords of a schema that cannot be enforced are refused or ignored; by default, the
-    service's setting."""
-
-    user: str | None = None
-    session_id: str | None = None
-    """If it is set, a next turn is expected."""
-    kv_hints: KvHints | None = None
 
     @property
     def has_images(self) -> bool:

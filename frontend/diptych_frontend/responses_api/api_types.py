@@ -18,19 +18,16 @@ from diptych_frontend.openai.api_types import (
     NOBODY_ASKS,
     ONE_TIER,
     PROCESSOR,
-    CacheSalt,
-    Int64,
+    Asked,
     MetadataText,
-    Sampled,
     VllmRequest,
 )
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.field_rules import Rules, ignored, leave_out, refused, taken
-from diptych_frontend.openai.kv_hints import KvHints
 from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
 from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
-from diptych_protocol import InvalidRequestError, JsonSchemas
+from diptych_protocol import InvalidRequestError
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -175,7 +172,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ignored: events are never padded."""
 
 
-class ResponsesRequest(Sampled, kw_only=True):
+class ResponsesRequest(Asked, kw_only=True):
     """Body of POST /v1/responses."""
 
     RULES: ClassVar[Rules] = {
@@ -202,17 +199,13 @@ class ResponsesRequest(Sampled, kw_only=True):
         "media_io_kwargs": refused(PROCESSOR, {}),
     }
 
-    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     """Whether the answer is kept for later requests; it is unless this is false."""
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
@@ -223,18 +216,11 @@ class ResponsesRequest(Sampled, kw_only=True):
     metadata: Annotated[dict[str, MetadataText], msgspec.Meta(max_length=MAX_METADATA)] | None = (
         None
     )
-    priority: Int64 | None = None
-    cache_salt: CacheSalt | None = None
-    json_schemas: JsonSchemas | None = None
-    """See `GenerationRequest`."""
 
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
-    session_id: str | None = None
-    kv_hints: KvHints | None = None
 
     @property
     def is_stored(self) -> bool:

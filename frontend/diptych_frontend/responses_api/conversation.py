@@ -11,13 +11,13 @@ import msgspec
 from diptych_frontend.openai import response_format
 from diptych_frontend.openai.api_types import (
     MAX_MESSAGES,
+    Asked,
     CalledFunction,
     CalledTool,
     ChatCompletionRequest,
     ChatMessage,
     ImagePart,
     ImageUrl,
-    Sampled,
     TextPart,
 )
 from diptych_frontend.responses_api.api_types import (
@@ -73,27 +73,18 @@ def as_chat(request: ResponsesRequest, before: Sequence[Item]) -> ResponseChat:
         )
     return ResponseChat(
         items=items,
-        model=request.model,
         messages=messages,
-        stream=request.stream,
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
         tool_choice=_tool_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request),
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        session_id=request.session_id,
-        kv_hints=request.kv_hints,
         prompt_cache_key=request.prompt_cache_key,
         prompt_cache_retention=request.prompt_cache_retention,
-        json_schemas=request.json_schemas,
         chat_template_kwargs=request.chat_template_kwargs,
         include_reasoning=request.include_reasoning,
-        **{name: getattr(request, name) for name in Sampled.__struct_fields__},
+        **{name: getattr(request, name) for name in Asked.__struct_fields__},
     )
 
 
