@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -47,7 +47,6 @@ from diptych_engine.execution.routed_experts import RoutedExperts, check_routed
 from diptych_engine.execution.row_options import load_processors
 from diptych_engine.execution.sampler import Sampler
 from diptych_engine.execution.step_order import order_of
-from diptych_engine.execution.warm_up import WARM_UP_TOKENS, warm_up_request
 from diptych_engine.execution.worker_extension import extension_methods
 from diptych_engine.execution.worker_memory import WorkerMemory
 from diptych_engine.lora.bank import LoraBank
@@ -65,6 +64,7 @@ from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.scheduling.request import (
     Pending,
+    Request,
     ScheduledRequest,
     StepPlan,
     StepResult,
@@ -81,10 +81,12 @@ from diptych_kernels.packed_product.cpu import rounds_to_bytes
 from diptych_kernels.packed_product.gpu_tiles import UNPACKED_BYTES
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.trust import set_aside
-from diptych_protocol import EngineConfig, InvalidRequestError
+from diptych_protocol import EngineConfig, InvalidRequestError, SamplingParams
 from diptych_protocol.threads import model_threads
 
 log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS: Final = 8
 
 
 class ModelRunner:
@@ -581,7 +583,7 @@ class ModelRunner:
         most = self._rows.size if self._graphs is not None else 1
         written = list(range(self.num_blocks - num_blocks, self.num_blocks))
         before = self.kv_cache[written].clone()  # another process may have left something
-        requests = [warm_up_request(i, num_prompt, written) for i in range(most)]
+        requests = [_warm_up_request(i, num_prompt, written) for i in range(most)]
         names = [request.request_id for request in requests]
         self.execute(
             StepPlan([ScheduledRequest(requests[0], 0, num_prompt, samples=False)], num_prompt, [])
@@ -592,10 +594,28 @@ class ModelRunner:
             self.execute(StepPlan(some, len(some), removed=[]))
         if self._device.type != "cpu":  # the other kernel that draws
             self.execute(StepPlan([], 0, removed=names))
-            filtered = warm_up_request(0, num_prompt, written, min_p=0.5)
+            filtered = _warm_up_request(0, num_prompt, written, min_p=0.5)
             self.execute(StepPlan([ScheduledRequest(filtered, num_prompt, 1, samples=True)], 1, []))
         self.execute(StepPlan([], 0, removed=names))
         self.kv_cache[written] = before
+
+
+def _warm_up_request(
+    index: int, num_prompt: int, block_ids: list[int], min_p: float = 0.0
+) -> Request:
+    """A prompt of this many tokens, and one more. All such requests write to the same blocks;
+    nobody reads the results."""
+    return Request(
+        request_id=f"warm-up {index}",
+        client=b"",
+        params=SamplingParams(temperature=1.0, min_p=min_p),
+        token_ids=[0] * (num_prompt + 1),
+        num_prompt_tokens=num_prompt,
+        eos_token_id=None,
+        max_total_tokens=num_prompt + 1,
+        seed=0,
+        block_ids=block_ids,
+    )
 
 
 def _to_array(numbers: list[int]) -> NDArray[np.int64]:

@@ -7,12 +7,13 @@ token refresh and the HTTP session.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import Any, Self
+from typing import Any, Final, Self
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -20,11 +21,14 @@ import msgspec
 from kubernetes.aio import client, config
 
 from diptych_operator.api.base import Raw
-from diptych_operator.kube.pace import Pace
 from diptych_protocol import UNREADABLE, DiptychError
 
 FIELD_MANAGER = "diptych"
 REQUEST_TIMEOUT_S = 30.0
+RATE: Final = 100.0
+"""Requests a second: an upgrade of a thousand services must not drown the API server."""
+BURST: Final = 200.0
+"""Requests that may follow each other at once after a rest."""
 
 PLURALS = {
     "ConfigMap": "configmaps",
@@ -103,6 +107,32 @@ def tolerating(*statuses: int) -> Iterator[None]:
     except ApiError as exc:
         if exc.status not in statuses:
             raise
+
+
+class Pace:
+    """A bucket of tokens. What is small or urgent takes one and never waits: leases, statuses,
+    sizes, Secrets. Children that are applied wait until there is one left for them."""
+
+    def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
+        self._rate, self._burst = rate, burst
+        self._tokens, self._filled_at = burst, time.monotonic()
+        self._line = asyncio.Lock()
+
+    def take(self) -> None:
+        self._fill()
+        self._tokens -= 1
+
+    async def wait_and_take(self) -> None:
+        async with self._line:  # in the order in which they came
+            while self._fill() < 1:
+                await asyncio.sleep((1 - self._tokens) / self._rate)
+            self._tokens -= 1
+
+    def _fill(self) -> float:
+        now = time.monotonic()
+        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._rate)
+        self._filled_at = now
+        return self._tokens
 
 
 class Kube:

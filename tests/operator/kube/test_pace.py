@@ -6,7 +6,7 @@ import asyncio
 
 from cluster_kit.reconciling import Object, Store, serving
 
-from diptych_operator.kube.pace import Pace
+from diptych_operator.kube.client import Pace
 
 NEVER = 1e-9
 """Tokens a second: none comes while a test runs."""
