@@ -130,7 +130,7 @@ class HashingRunner:
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """An engine that sleeps loses its KV memory, and reads what it had; nothing else matters."""
+        """One that sleeps loses its KV memory, and reads what it had; nothing else matters."""
         if method == "_drop_kv_cache":
             self._memory.poison(range(len(self._memory.values) // BLOCK))
         return [""]
