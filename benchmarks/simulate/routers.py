@@ -165,12 +165,18 @@ def peer_rows(directory: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _former_peer_rows() -> list[dict[str, Any]]:
+    """What the record has of the peer's reports already."""
+    former = json.loads((RESULTS / "routing.json").read_text())["rows"]
+    return [row for row in former if row["policy"].startswith("dynamo ")]
+
+
 def main(peer: Path | None, only: Sequence[str]) -> None:
     """only: names of traces, if not all."""
     wanted = [case for case in cases() if not only or case.trace in only]
     with ProcessPoolExecutor(os.cpu_count()) as workers:
         rows = list(workers.map(simulate, wanted))
-    rows += peer_rows(peer) if peer is not None else []
+    rows += _former_peer_rows() if peer is None else peer_rows(peer)
     facts = {"machine": machine(), "objectives": asdict(OBJECTIVES), "rows": rows}
     record("routing", facts, _table(rows))
     _plot(rows, RESULTS / "routing.svg")
