@@ -17,6 +17,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from engine_kit.executor import PACED
 from free_ports import free_port
 from service_kit import cores, engine_config, router_command
 from waits import PATIENCE_S, wait_until
@@ -26,7 +27,7 @@ from diptych_protocol.config import Batches
 
 ENDED = {"failed", "completed", "expired", "cancelled"}
 LINES = 8
-MODEL = "dummy://?vocab_size=49152&num_hidden_layers=4&hidden_size=256&intermediate_size=1024"
+MODEL = "dummy://?vocab_size=49152"
 """Says anything that the real tokenizer can write."""
 PROMPT = "The lighthouse keeper climbed the stairs and counted: "
 
@@ -71,7 +72,8 @@ class Router:
 def addresses(keys_dir: Path) -> Iterator[tuple[str, str]]:
     """The addresses of a prefill and a decode engine, so slow that a batch lasts."""
     names = "prefill-0", "decode-0"
-    configs = [engine_config(name, MODEL, scheduling_policy="priority") for name in names]
+    own = {"scheduling_policy": "priority", "executor_class": PACED}
+    configs = [engine_config(name, MODEL, **own) for name in names]
     with cores(keys_dir, *configs) as (prefill, decode):
         yield prefill.address, decode.address
 

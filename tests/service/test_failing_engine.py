@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import failing_executor
 from engine_kit.failing_executor import FAILS_WHILE
 from prometheus_client import CollectorRegistry, generate_latest
 from service_kit import all_usable, cores, engine_config, generate, link_of, routing
@@ -30,8 +28,6 @@ async def test_an_engine_that_fails_is_left_out_and_taken_in_again(
     eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    support = Path(failing_executor.__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)  # for the engines
     mood = tmp_path / "bad mood"
     monkeypatch.setenv(FAILS_WHILE, str(mood))
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from engine_kit.core import EXACT
+from engine_kit.executor import PACED
 from free_ports import free_port
 from gateway_kit import destinations, exchange, headers, picker
 from service_kit import Core, cores, engine_config
@@ -57,7 +57,7 @@ class Router:
 def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
     """So slow that a stream lasts."""
     names = "prefill-0", "decode-0"
-    configs = [engine_config(name, smollm2, weight_packing=EXACT) for name in names]
+    configs = [engine_config(name, smollm2, executor_class=PACED) for name in names]
     with cores(keys_dir, *configs) as started:
         yield started
 

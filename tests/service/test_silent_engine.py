@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import pytest_asyncio
-from engine_kit import logits_processors
+from engine_kit.executor import PACED
 from engine_kit.wire import request
 from service_kit import (
     Core,
@@ -59,13 +57,9 @@ class Service:
 
 
 @pytest_asyncio.fixture
-async def service(
-    smollm2: str, keys_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Service]:
-    support = Path(logits_processors.__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)  # for the engines
+async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     configs = [
-        engine_config(name, smollm2, logits_processors=[HANG])
+        engine_config(name, smollm2, logits_processors=[HANG], executor_class=PACED)
         for name in ("prefill-0", "decode-0", "decode-1")
     ]
     with cores(keys_dir, *configs) as (prefill, *decode):
@@ -79,8 +73,8 @@ async def test_streams_of_an_engine_that_hangs_in_a_step_go_on_elsewhere(
     service: Service, eventually: Any
 ) -> None:
     hanging, other = service.links()
-    whole = (await generate(service.client, PROMPT, max_tokens=200, ignore_eos=True)).outputs[0]
-    stream = await service.stream_at_first(200)
+    whole = (await generate(service.client, PROMPT, max_tokens=80, ignore_eos=True)).outputs[0]
+    stream = await service.stream_at_first(80)
     culprit = request("culprit", [1, 2, 3], max_tokens=50, logits_processors=[HANG])
     in_vain = asyncio.create_task(hanging.complete(culprit))
     await eventually(lambda: hanging.silent)

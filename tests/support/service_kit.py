@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from free_ports import free_port
 from waits import PATIENCE_S
 
@@ -41,6 +43,7 @@ from diptych_router.engines.engine_link import EngineLink, ReadKeys
 from diptych_router.requests.pool_client import PoolClient
 
 NUM_BLOCKS = 256
+SUPPORT = Path(__file__).parent
 
 
 def engine_config(name: str, model: str, **changes: object) -> EngineConfig:
@@ -85,8 +88,11 @@ class Core:
         self.start()
 
     def start(self) -> None:
-        """Begin to start it, again too; a router finds it when it is ready."""
-        self.process = CoreProcess(self.config, f"tcp://{self.address}", self.keys_dir)
+        """Begin to start it, again too; a router finds it when it is ready. It can import what is
+        in this folder."""
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
+            self.process = CoreProcess(self.config, f"tcp://{self.address}", self.keys_dir)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.process.send_signal(number)
