@@ -273,15 +273,15 @@ def test_an_answer_is_the_same_in_any_company(smollm2: str, activations: str) ->
     alone: dict[str, list[int]] = {}
     engine, other = core(), core()
     for name, prompt in asked.items():
-        alone |= answers(engine, core_request(name, prompt, max_tokens=30))
+        alone |= answers(engine, core_request(name, prompt, max_tokens=14))
 
-    crowded = core(num_blocks=14, max_num_batched_tokens=24)
-    requests = [core_request(name, prompt, max_tokens=30) for name, prompt in asked.items()]
+    crowded = core(num_blocks=11, max_num_batched_tokens=24)
+    requests = [core_request(name, prompt, max_tokens=14) for name, prompt in asked.items()]
     assert answers(crowded, *requests) == alone
     assert crowded.scheduler.stats.num_preemptions > 0
 
     for name, prompt in asked.items():
-        rest = core_request(name, prompt, max_tokens=30, generated_token_ids=alone[name][:9])
+        rest = core_request(name, prompt, max_tokens=14, generated_token_ids=alone[name][:9])
         assert answers(other, rest)[name] == alone[name][9:]
 
 
