@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine_kit.executor import PACED
 from service_kit import Streaming, cores, engine_config, generate, healthy, routing
 
-MODEL = "dummy://?num_hidden_layers=4&hidden_size=256"
+MODEL = "dummy://"
 PROMPT = [number % 97 for number in range(60)]
-LONG = 600
+LONG = 150
 """Tokens of a stream that is under way until somebody has looked."""
 
 
@@ -17,7 +18,8 @@ async def test_a_router_avoids_paused_engines_and_takes_their_streams_elsewhere(
     keys_dir: Path, eventually: Any
 ) -> None:
     names = ("prefill-0", "decode-0", "decode-1")
-    with cores(keys_dir, *(engine_config(name, MODEL) for name in names)) as started:
+    configs = [engine_config(name, MODEL, executor_class=PACED) for name in names]
+    with cores(keys_dir, *configs) as started:
         [prefill, *decode] = [core.address for core in started]
         async with routing(MODEL, keys_dir, [prefill], decode, verify="Warn") as client:
             await healthy(client)
@@ -33,8 +35,8 @@ async def test_a_router_avoids_paused_engines_and_takes_their_streams_elsewhere(
             assert not client.pools.usable(busy)
             assert await stream.done() == list(alone.token_ids), "it went on at the other one"
             for _ in range(4):
-                answer = await generate(client, PROMPT, max_tokens=100, ignore_eos=True)
-                assert answer.outputs[0].token_ids == alone.token_ids[:100]
+                answer = await generate(client, PROMPT, max_tokens=40, ignore_eos=True)
+                assert answer.outputs[0].token_ids == alone.token_ids[:40]
                 assert not busy.open_tokens
             await client.check_health()
             await other.client.call("pause_generation", "wait", False)

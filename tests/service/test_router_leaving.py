@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit.executor import PACED
 from service_kit import (
     Core,
     Streaming,
@@ -29,7 +30,7 @@ PROMPTS = [
     f"Chapter {number}. The lighthouse keeper climbed the stairs every evening, and "
     for number in ("one", "two")
 ]
-LENGTH = 128
+LENGTH = 64
 
 
 @dataclass
@@ -44,7 +45,8 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def engines(smollm2: str, keys_dir: Path) -> Iterator[Fleet]:
-    configs = [engine_config(name, smollm2) for name in ("prefill-0", "decode-0", "decode-1")]
+    names = ("prefill-0", "decode-0", "decode-1")
+    configs = [engine_config(name, smollm2, executor_class=PACED) for name in names]
     with cores(keys_dir, *configs) as (prefill, *decode):
         yield Fleet(prefill, decode)
 
@@ -143,7 +145,7 @@ async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
 ) -> None:
     """One stream runs, the other has its KV there and waits for its turn: nothing to hand off."""
     wide = fleet.decode[0]
-    config = engine_config("narrow-0", smollm2, max_num_seqs=1)
+    config = engine_config("narrow-0", smollm2, max_num_seqs=1, executor_class=PACED)
     with cores(keys_dir, config) as (narrow,):
         async with routing(
             smollm2, keys_dir, [fleet.prefill.address], [narrow.address, wide.address]

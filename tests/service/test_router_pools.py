@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from engine_kit.executor import PACED
 from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
 from waits import FOR_EVER_S, PATIENCE_S
 
@@ -33,7 +34,7 @@ PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
 def two_pools(smollm2: str, keys_dir: Path) -> Iterator[dict[str, Core]]:
     """Engines of revision r1: one for prefill, one for decode."""
     names = ("prefill-0", "decode-0")
-    configs = [engine_config(name, smollm2, revision="r1") for name in names]
+    configs = [engine_config(x, smollm2, revision="r1", executor_class=PACED) for x in names]
     with cores(keys_dir, *configs) as started:
         yield dict(zip(names, started, strict=True))
 
@@ -182,13 +183,13 @@ async def test_a_stream_goes_on_when_its_revision_may_serve_no_more(
     pools = [core.address for core in two_pools.values()]
     async with routing(smollm2, keys_dir, pools[:1], pools[1:], serving=serving) as client:
         await healthy(client)
-        stream = Streaming(client, PROMPT, max_tokens=400)
+        stream = Streaming(client, PROMPT, max_tokens=200)
         await eventually(lambda: len(stream.token_ids) > 3)
         say(serving, revisions=["r2"])
         await eventually(lambda: client.pools.choose(FOR_A_PAIR) is None)
-        assert len(stream.token_ids) < 400
+        assert len(stream.token_ids) < 200
         await stream.done()
-        assert len(stream.token_ids) == 400
+        assert len(stream.token_ids) == 200
 
 
 async def test_a_request_stays_in_the_revision_that_it_was_given_to(
