@@ -22,13 +22,13 @@ WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 256,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "head_dim": 32,
+    "num_attention_heads": 4,
+    "head_dim": 64,
 }
-"""Rows that K-quants can have."""
+"""Rows that K-quants can have, and heads that kernels are compiled for in advance."""
 CHANGES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},
-    "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 64},
 }
 """What a file does not say is as llama.cpp has it for the architecture."""
 FAMILIES = (*ARCHITECTURES, "qwen3_moe")
