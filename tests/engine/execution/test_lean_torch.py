@@ -60,9 +60,10 @@ for then in sys.argv[1:]:
     whole_torch()  # once more: nothing is imported twice
     assert torch.linalg.matrix_exp(torch.empty(2, 2, device="meta")).shape == (2, 2)
     assert torch.Generator().manual_seed(1).initial_seed() == 1
-    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
-    exported = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
-    assert exported.module()(torch.ones(1)).item() == 1
+    if "export" in then:
+        assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+        exported = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
+        assert exported.module()(torch.ones(1)).item() == 1
     os._exit(0)
 """
 
