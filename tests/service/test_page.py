@@ -275,7 +275,9 @@ QUICK = ("page-first", "page-light", "page-dark", "page-phone", "page-tools", "p
 def test_it_looks_as_in_the_documents(open_page: Open, name: str) -> None:
     """`make screenshots` takes these pictures anew."""
     picture = PICTURES[name]
-    scene = open_page(color_scheme=picture.scheme, viewport=picture.viewport)
+    scene = open_page(
+        color_scheme=picture.scheme, viewport=picture.viewport, reduced_motion="no-preference"
+    )
     picture.show(scene)
     shown = (IMAGES / f"{name}.png").read_bytes()
     styled = difference(scene.page.screenshot(), shown)
@@ -613,7 +615,7 @@ COUNT_FRAMES = """() => {
 
 
 def test_nothing_is_drawn_while_nothing_moves(open_page: Open) -> None:
-    scene = open_page()
+    scene = open_page(reduced_motion="no-preference")
     page = scene.page
     page.evaluate(COUNT_FRAMES)
     scene.ask("Other words that nobody has said before. " * 10)

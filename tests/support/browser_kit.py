@@ -70,7 +70,8 @@ class Pages:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Callable[..., Page]]:
-        """Yield a function that opens a page, apart from the others, for a user of this kind.
+        """Yield a function that opens a page, apart from the others, for a user of this kind:
+        without another wish one that wants no motion, as drawing each frame takes a processor.
         `once`: the test leaves behind what cannot be undone."""
         opened: list[tuple[Page, bool]] = []
 
@@ -78,7 +79,7 @@ class Pages:
             *,
             viewport: Any = VIEWPORT,
             color_scheme: Any = "light",
-            reduced_motion: Any = "no-preference",
+            reduced_motion: Any = "reduce",
             once: bool = False,
         ) -> Page:
             page = self._emptied.pop() if self._emptied else self._new()

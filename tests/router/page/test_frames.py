@@ -82,7 +82,7 @@ def pages(echo: Echo) -> Iterator[Pages]:
 def scene(echo: Echo, pages: Pages) -> Iterator[Scene]:
     echo.pools = pools(0)
     with pages.watched() as open_one:
-        scene = Scene(open_one())
+        scene = Scene(open_one(reduced_motion="no-preference"))
         expect(scene.page.locator(".engine")).to_have_count(ENGINES)
         yield scene
 
