@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.api.base import Object, ServiceKey
+from diptych_operator.api.base import Object, ServiceKey, SpecError
 from diptych_operator.api.names import (
     DELETION_COST_ANNOTATION,
     POOLS,
@@ -21,10 +21,17 @@ from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
-from diptych_operator.kube.children import Children, belongs_to, child_id, is_orphan_of
+from diptych_operator.kube.children import (
+    Children,
+    NotOursError,
+    belongs_to,
+    child_id,
+    is_orphan_of,
+)
 from diptych_operator.kube.client import ApiError, Kube, name_of
 from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND
 from diptych_operator.plan import Step
+from diptych_operator.render.config import serving_config_map
 from diptych_operator.render.once import Renderings
 from diptych_operator.scalers import scaler_ids
 from diptych_operator.service_snapshot import ServiceSnapshot, annotation, label
@@ -77,17 +84,33 @@ class Executor:
     async def _make(self, snapshot: ServiceSnapshot, step: Step, serving: Serving) -> bool:
         service = snapshot.service
         await self._children.adopt(service, snapshot.children.values())
-        shared = self._renderings.shared(service, snapshot.keys, serving)
-        wanted = [*_taken(shared, snapshot), *self._revision_objects(snapshot, step)]
-        if not service.spec.suspend:
-            # The CRD does not know what a podTemplate may hold; the API server does.
-            deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
-            await self._children.try_out(service, deployments, snapshot.children)
+        try:
+            shared = self._renderings.shared(service, snapshot.keys, serving)
+            newest = self._newest(snapshot, step)
+            wanted = [*_taken(shared, snapshot), *newest]
+            if not service.spec.suspend:
+                # The CRD does not know what a podTemplate may hold; the API server does.
+                deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
+                await self._children.try_out(service, deployments, snapshot.children)
+        except (SpecError, ApiError, NotOursError):
+            await self._serve_on(snapshot, step, serving)
+            raise
+        if not (step.replicas.get(snapshot.target) or snapshot.deployments(snapshot.target)):
+            wanted = _taken(shared, snapshot)  # none of it yet
         await self._name_the_idlest(snapshot, step)
         changed = await self._children.apply_all(service, wanted, snapshot.children)
         await self._scale_older(snapshot, step)
         await self._remove(snapshot, step, shared)
         return changed
+
+    async def _serve_on(self, snapshot: ServiceSnapshot, step: Step, serving: Serving) -> None:
+        """What pods that are refused must not hold up: routers turn, and pools grow."""
+        told = serving_config_map(snapshot.service, serving)
+        await self._children.apply_all(snapshot.service, [told], snapshot.children)
+        for name, counts in step.replicas.items():
+            for raw in snapshot.deployments(name):
+                if counts.of(label(raw, ROLE_LABEL)) > raw["spec"]["replicas"]:
+                    await self._children.scale(raw, counts.of(label(raw, ROLE_LABEL)))
 
     def forget(self, key: ServiceKey) -> None:
         self._at_rest.pop(key, None)
@@ -106,15 +129,12 @@ class Executor:
         if failure is not None:
             raise failure
 
-    def _revision_objects(self, snapshot: ServiceSnapshot, step: Step) -> list[Object]:
+    def _newest(self, snapshot: ServiceSnapshot, step: Step) -> list[Object]:
+        """The pools that the spec describes, to be tried out even before any pod is wanted: old
+        ones that leave first cannot come back."""
         counts = step.replicas.get(snapshot.target)
-        exists = bool(snapshot.deployments(snapshot.target))
-        if (
-            snapshot.held
-            or counts is None
-            or (not counts and not exists)
-            or snapshot.routers_lack_keys()
-        ):
+        idle = snapshot.service.spec.suspend and not snapshot.deployments(snapshot.target)
+        if snapshot.held or counts is None or idle or snapshot.routers_lack_keys():
             return []
         return self._renderings.revision(
             snapshot.service, snapshot.target, snapshot.keys, counts, step.in_place
