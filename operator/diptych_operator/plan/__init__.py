@@ -74,7 +74,7 @@ def plan(
     states = {
         state.revision: in_both(state) if state.revision in whole else state for state in revisions
     }
-    resting = states.get(evidence.stable) if _was_on_trial(target, rollout, evidence) else None
+    resting = states.get(evidence.stable) if _has_a_trial(target, rollout, evidence) else None
     view = RolloutView(
         target=states.pop(target, RevisionState(target)),
         olds=tuple(old for old in states.values() if old.wanted or old.present or old is resting),
@@ -87,7 +87,8 @@ def plan(
         routers=routers_serving,
         evidence=evidence,
     )
-    step = _suspended(view) if suspend else _step(view, wakes=resting is not None)
+    wakes = resting is not None and not view.target.wanted
+    step = _suspended(view) if suspend else _step(view, wakes=wakes)
     gone = sorted(set(states) - {old.revision for old in view.olds})
     replicas = {old.revision: NOTHING for old in view.olds} | dict(step.replicas)
     return replace(
@@ -99,7 +100,8 @@ def plan(
 
 def _step(view: RolloutView, *, wakes: bool) -> Step:
     if not both(view.desired):
-        serving = (view.target.revision,) if view.rollout.switches else ()
+        first = view.stable if wakes else view.target.revision
+        serving = (first,) if view.rollout.switches else ()
         message = "asleep: no pods until a request comes"
         return Step({view.target.revision: NOTHING}, serving, Phase.Idle, message)
     if view.rollout.type == "Recreate":
@@ -116,13 +118,12 @@ def _suspended(view: RolloutView) -> Step:
     message = f"suspended: {pods(left)} on the way out" if left else "suspended: no pods"
     name = view.target.revision
     serving = (name,) if view.rollout.switches else ()
-    # As long as it is said, the revision that served beside it is not forgotten.
-    trial = Trial(name) if any(old.revision == view.stable for old in view.olds) else None
-    return Step({name: NOTHING}, serving, Phase.Suspended, message, trial=trial)
+    return Step({name: NOTHING}, serving, Phase.Suspended, message)
 
 
-def _was_on_trial(target: str, rollout: Rollout, evidence: Evidence) -> bool:
-    trial = evidence.before if rollout.type == "Canary" else None
-    if trial is None or trial.revision != target:
+def _has_a_trial(target: str, rollout: Rollout, evidence: Evidence) -> bool:
+    """Whether it has to pass one beside what served last: that is kept although it has no pods."""
+    how, trial = rollout.canary, evidence.before
+    if rollout.type != "Canary" or how is None or target == evidence.stable:
         return False
-    return rollout.canary is not None and not has_passed(rollout.canary, trial)
+    return trial is None or trial.revision != target or not has_passed(how, trial)

@@ -210,11 +210,11 @@ def canary(view: RolloutView) -> Step:
 
 
 def woken_first(view: RolloutView) -> Step:
-    """What a suspended canary stood beside comes back before it, and the trial begins anew."""
+    """What served before suspension or sleep comes back before the canary, whose trial begins."""
     name, stable = view.target.revision, view.stable
     replicas = {stable: view.desired, name: NOTHING}
     message = f"{name} waits for {stable}, beside which it is tried"
-    return Step(replicas, (stable,), Phase.Progressing, message, trial=Trial(name))
+    return Step(replicas, (stable,), Phase.Progressing, message)
 
 
 def _can_take_over(view: RolloutView) -> bool:

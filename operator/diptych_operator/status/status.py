@@ -112,8 +112,7 @@ def _current_revision(
     desired: Counts,
 ) -> str:
     """The newest revision once it serves with all its pods; until then the one before."""
-    tried = step.trial is not None and step.serving != (target,)
-    may_serve = (not step.serving or target in step.serving) and not tried
+    may_serve = step.serving in ((), (target,))
     trusted = service.verification != "Required" or verified(observed, target, previous.transfer)
     complete = bool(desired) and all(
         ready_pods(observed, role, (target,)) >= desired.of(role) for role in POOLS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_operator.api.service import Analysis, Canary, CanaryStep, Rollout
-from diptych_operator.counts import Counts
+from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
 from diptych_operator.plan.trial import advance
 from diptych_protocol.admin import TrialReport
@@ -111,7 +111,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.rollout = Rollout(type="Canary", canary=CANARY)
-        self.target = "b"
+        self.target, self.size = "b", SIZE
         self.states = {"a": running("a", SIZE)}
         self.status: dict[str, str] = {}
         self.stable = "a"
@@ -134,7 +134,8 @@ class Fleet:
             for _, trial in self.told
         ]
         step = plan(
-            self.target, SIZE, self.rollout, list(self.states.values()), verify=True, failed=False,
+            self.target, self.size, self.rollout, list(self.states.values()),
+            verify=True, failed=False,
             routers_serving=[serving for serving, _ in self.told], suspend=self.suspend,
             evidence=Evidence(self.stable, before, LATER, held_s, reports, again=self.again),
         )  # fmt: skip
@@ -265,7 +266,32 @@ def test_a_suspended_canary_comes_back_beside_the_revision_that_served(failed: b
     assert (step.phase, set(fleet.states)) == (Phase.Idle, {"b"})
 
 
-def test_what_a_suspended_canary_stood_beside_is_forgotten_with_its_spec() -> None:
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_spec_that_changes_while_there_are_no_pods_is_tried_beside_what_served(
+    sleeps: bool,
+) -> None:
+    fleet = Fleet()
+    fleet.target, fleet.suspend, fleet.size = "a", not sleeps, NOTHING if sleeps else SIZE
+    fleet.step({})
+    fleet.target = "c"
+    fleet.step({})
+    fleet.target = "b"
+    for _ in range(2):
+        step = fleet.step({})
+    assert (step.removable, any(map(bool, step.replicas.values()))) == ((), False)
+    assert step.serving == ("a",) or not sleeps, "routers know it before the first request"
+    fleet.suspend, fleet.size = False, SIZE
+    step = fleet.step({})
+    assert (step.serving, step.replicas) == (("a",), {"a": SIZE, "b": NOTHING})
+    weights: list[int] = []
+    for _ in range(20):
+        step = fleet.step(GOOD)
+        weights += [w for w in fleet.weights()[:1] if w not in weights[-1:]]
+    assert weights == [0, 10, 50, 100]
+    assert (step.phase, set(fleet.states)) == (Phase.Idle, {"b"})
+
+
+def test_only_a_canary_keeps_what_served_before_without_pods() -> None:
     fleet = Fleet()
     while fleet.weights() != [10, 10]:
         fleet.step(GOOD)
@@ -273,7 +299,21 @@ def test_what_a_suspended_canary_stood_beside_is_forgotten_with_its_spec() -> No
     for _ in range(3):
         fleet.step({})
     fleet.target = "c"
-    assert fleet.step({}).removable == ("a", "b")
+    assert fleet.step({}).removable == ("b",)
+    fleet.rollout = Rollout()
+    assert fleet.step({}).removable == ("a",)
+
+
+def test_a_canary_that_passed_stays_alone_though_it_lacks_a_pod() -> None:
+    """What it replaced has no pods any more, and is not yet forgotten."""
+    fleet = Fleet()
+    while set(fleet.states) != {"b"} and fleet.stable == "a":
+        fleet.step(GOOD)
+    fleet.stable, fleet.status = "a", {}
+    fleet.states["a"] = running("a", NOTHING)
+    fleet.states["b"] = replace(fleet.states["b"], ready=Counts(1, 2))
+    step = fleet.step({})
+    assert (step.serving, step.replicas) == (("b",), {"a": NOTHING, "b": SIZE})
 
 
 def test_a_canary_that_only_waits_for_requests_says_so() -> None:

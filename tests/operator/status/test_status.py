@@ -456,6 +456,7 @@ def test_the_current_revision_is_the_last_that_served_at_full_size() -> None:
         replace(base, desired=Counts(1, 2)),
         replace(base, step=phase(Phase.Switching, serving=(OLD,))),
         replace(base, step=ON_TRIAL),
+        replace(base, step=phase(Phase.Verifying, serving=(NEW, OLD))),
         replace(base, observed=given_pods(*PODS, routers=(router(canary(OLD)),))),
         replace(base, desired=NOTHING),
     ]
