@@ -96,7 +96,8 @@ def falling_back(view: RolloutView, keeper: str, replicas: Mapping[str, Counts])
     if view.verdict:
         why = f"{target} failed as a canary: {view.verdict}"
     elif view.full:
-        why, remedy = f"no node had room for all pods of {target}", _remedy(view)
+        why = f"no node had room for all pods of {target}"
+        remedy = f"{_remedy(view)}; any change of the spec tries again"
     return f"{why}; {keeper} keeps serving{look}; {remedy}"
 
 

@@ -297,3 +297,6 @@ def test_where_a_pool_has_one_pod_it_is_not_replaced_in_place_and_the_message_sa
     failed = world.round()
     assert failed.replicas == {"old": Counts(1, 2), "new": NOTHING}
     assert "set spec.rollout.whenFull" in failed.message
+    world.places["any"] += 2
+    assert world.round().replicas == failed.replicas, "nodes alone do not bring it back, so"
+    assert "any change of the spec tries again" in failed.message
