@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from diptych_operator.api.names import ROTATE_ANNOTATION
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.children import (
+    REFUSAL_S,
     NotOursError,
     adopt_orphan,
     belongs_to,
@@ -20,7 +21,7 @@ from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render.keys import admin_token, secret, secret_name
 
 RECHECK_S = 300.0
-"""How long it may take to notice that somebody deleted a Secret."""
+"""How long it may take to notice that somebody deleted a Secret for which no pod waits."""
 MOST_TRIES = 3
 """To make a Secret whose name is taken."""
 
@@ -81,15 +82,16 @@ class KeyKeeper:
         self._removed: set[_Id] = set()
 
     async def ensure(
-        self, service: InferenceService, keys: str, *, in_use: bool, holders: Collection[str] = ()
-    ) -> str:
+        self, service: InferenceService, keys: str, *, in_use: bool, holders: Collection[str] = (),
+        doubted: bool = False,
+    ) -> str:  # fmt: skip
         """Create the key set if it does not exist, and return its admin token.
 
-        `in_use`: running pods have these keys. Raises `KeysLostError` if they do and nobody else
-        has them, `KeysHeldError` if only `holders`, pods that are to go, have some of this name,
-        `NotOursError`, `ApiError`.
+        `in_use`: running pods have these keys. `doubted`: a node may be waiting for them. Raises
+        `KeysLostError` if they are in use and nobody else has them, `KeysHeldError` if only
+        `holders`, pods that are to go, have some of this name, `NotOursError`, `ApiError`.
         """
-        token, tries = await self._read(service, keys), 0
+        token, tries = await self._read(service, keys, doubted=doubted), 0
         while token is None:
             if in_use:
                 # New keys of this name would cut new pods off from old ones without an error.
@@ -136,9 +138,12 @@ class KeyKeeper:
             del self._known[known]
         self._removed = {removed for removed in self._removed if removed[:2] != key}
 
-    async def _read(self, service: InferenceService, keys: str) -> str | None:
+    async def _read(
+        self, service: InferenceService, keys: str, *, doubted: bool = False
+    ) -> str | None:
         known = self._known.get(_id(service, keys))
-        if known is not None and time.monotonic() - known.checked_at < RECHECK_S:
+        believed_s = REFUSAL_S if doubted else RECHECK_S
+        if known is not None and time.monotonic() - known.checked_at < believed_s:
             return known.token
         name = secret_name(service, keys)
         raw = await self._kube.get("v1", "Secret", service.metadata.namespace, name)

@@ -297,7 +297,10 @@ class Reconciler:
         holders = {pod.name for pod in views if pod.has_volumes and made in pod.key_secrets}
         problems: tuple[Problem, ...] = ()
         try:
-            current = await self._keys.ensure(service, keys.current, in_use=in_use, holders=holders)
+            current = await self._keys.ensure(
+                service, keys.current, in_use=in_use, holders=holders,
+                doubted=any(pod.mounts for pod in views),
+            )  # fmt: skip
         except KeysLostError as exc:  # without its keys it cannot grow, but it serves
             current, problems = exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
         older = await self._keys.token(service, keys.previous)

@@ -93,6 +93,11 @@ class PodView:
         """Whether it exists, ready or not, and is not terminating."""
         return not self.terminating and not self.gone
 
+    @property
+    def mounts(self) -> bool:
+        """Whether its node is to mount its volumes, and may be waiting for one."""
+        return self.stays and self.placed and not self.has_volumes
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:

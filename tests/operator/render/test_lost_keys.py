@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 import pytest
-from cluster_kit.reconciling import KEY, SECRETS, Object, Store, one_pass, serving
+from cluster_kit.reconciling import KEY, SECRETS, Object, Store, one_pass, operating, serving
 
 from diptych_operator.api.images import Images
 from diptych_operator.api.names import KEYS_LABEL, ROTATE_ANNOTATION
@@ -172,3 +172,20 @@ async def test_the_last_known_token_is_told_with_the_loss(
             await keeper.ensure(service, "k1", in_use=True)
     assert caught.value.token == token
     assert token not in str(caught.value)
+
+
+async def test_keys_for_which_a_node_waits_are_looked_for_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych_operator.key_keeper.REFUSAL_S", 0.0)
+    async with operating(store) as reconciler:
+        await reconciler.reconcile(KEY)
+        store.start_pods()
+        (name,) = store.names("secrets")
+        del store.objects[f"{SECRETS}/{name}"]
+        await reconciler.reconcile(KEY)
+        assert store.condition("Degraded")["reason"] != "KeysLost", "believed for minutes"
+        placed = {"type": "PodScheduled", "status": "True"}
+        store.start_pods({"phase": "Pending", "conditions": [placed]})
+        await reconciler.reconcile(KEY)
+        assert store.condition("Degraded")["reason"] == "KeysLost"
