@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 
 from diptych import engine_load as top
 from diptych.kubectl import view, why
+from diptych_operator.status.reasons import Reason
 
 SINCE = "2026-11-21T07:00:00Z"
 WELL = {
@@ -216,6 +217,14 @@ def test_a_cause_carries_the_remedy_once() -> None:
     again = f"it is not ours. {told.remedy}"
     assert explain(Degraded=("True", "ObjectNotOurs", again)).causes[0].remedy == ""
     assert explain(Degraded=("True", "OfANewerOperator", "x")).causes[0].remedy == ""
+
+
+def test_a_canary_that_failed_gets_no_other_remedy_than_its_own() -> None:
+    item = raw(Progressing=("False", "RolloutFailed", "3 of 9 requests failed; change the spec"))
+    for failed, remedy in (({}, Reason.ROLLOUT_FAILED.remedy), ({"failed": "3 of 9"}, "")):
+        item["status"]["rollout"]["canary"] = {"revision": "bbbbbbbb", **failed}
+        (told,) = why.explain(view.service_view(item)).causes
+        assert told.remedy == remedy
 
 
 def event(name: str, reason: str, message: str, at: str = SINCE, kind: str = "Pod") -> Any:

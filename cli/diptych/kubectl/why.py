@@ -86,15 +86,16 @@ def _causes(view: ServiceView) -> Iterable[Cause]:
         if any(condition.message in earlier for earlier in told):
             continue
         told.append(condition.message)
-        yield _cause(condition)
+        yield _cause(condition, view)
     if progressing.status == "True" or progressing.reason == Reason.ROLLOUT_FAILED:
-        yield _cause(progressing)
+        yield _cause(progressing, view)
 
 
-def _cause(condition: Condition) -> Cause:
+def _cause(condition: Condition, view: ServiceView) -> Cause:
     known = next((reason for reason in Reason if reason == condition.reason), None)
     remedy = known.remedy if known else ""
-    if remedy and remedy in condition.message:
+    judged = known is Reason.ROLLOUT_FAILED and "failed" in view.status.rollout.canary
+    if remedy in condition.message or judged:  # what a canary's message says fits better
         remedy = ""
     what = f"{condition.type} is {condition.status} ({condition.reason})"
     return Cause(f"{what} since {condition.last_transition_time}", condition.message, remedy)
