@@ -37,6 +37,12 @@ async def test_an_operator_that_renders_the_same_has_nothing_to_do() -> None:
     assert found.text == "ns/svc: nothing"
 
 
+async def test_the_operator_changes_nothing_of_what_is_being_deleted() -> None:
+    raw = Store().service(KEY)
+    raw["metadata"]["deletionTimestamp"] = "2026-11-21T07:00:00Z"
+    assert not plan_service(raw, [], Images(), Cluster()).pending
+
+
 async def test_other_images_replace_pods_and_are_shown_beside_those_that_run() -> None:
     found = planned(await made(), Images(engine="engine:new", router="router:new"))
     assert found.pending

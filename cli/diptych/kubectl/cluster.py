@@ -275,7 +275,7 @@ def _routers(cluster: Cluster, name: str) -> Iterator[tuple[str, Get]]:
     pods = sorted(map(pod_view, cluster.pods(name)), key=lambda pod: pod.name)
     names = [pod.name for pod in pods if pod.role == "router"]
     if not names:
-        return
+        raise ClusterError(f"no router of {name} runs; `kubectl diptych why {name}` tells more")
     tokens = cluster.admin_tokens(name)
     for router in names:
         yield router, partial(_get, cluster, router, tokens)
