@@ -59,17 +59,6 @@ def _alone(fleet: Fleet) -> Priced:
     return next(priced for priced in decision.weighed if priced.duty == "both")
 
 
-def test_an_answer_goes_on_where_its_kv_was_kept() -> None:
-    """Though pairs are always wanted: the prefill engine would compute what was generated."""
-    fleet = Fleet(1, 1)
-    fleet.remembers("p0", chain(0, 40))
-    view = replace(request(50, output=20.0), goes_on=True)
-    assert engines(fleet.table.choose(view, 0.0)) == ("p0", "d0")
-    fleet.remembers("d0", chain(0, 50))
-    assert engines(fleet.table.choose(view, 0.0)) == (None, "d0")
-    assert engines(fleet.table.choose(replace(view, goes_on=False), 0.0)) == ("p0", "d0")
-
-
 def test_unless_too_much_waits_there() -> None:
     fleet = Fleet(2, 1)
     fleet.remembers("p1", chain(0, 50))

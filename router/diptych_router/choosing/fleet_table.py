@@ -158,8 +158,6 @@ class FleetTable:
             full_prefill = any(map(self._sends, left_out))
         if how == "auto" and full_prefill:
             how = "always"
-        elif how == "always" and request.goes_on:
-            how = "auto"  # the engine that decodes next may have kept nearly all of its KV
         if others:
             left_out += [self._rows[key] for key in others if key in self._rows]
         cached, held, tie = self._remembered(request)
