@@ -242,17 +242,18 @@ class CoreServer(WireServer):
 
     def _call(self, client: bytes, call: UtilityCall) -> None:
         self._heartbeat.before_call(call.method)
+        answer: UtilityOutput | None = None
         try:
             check_pending(len(self._pending))
             result = self._core.call(call.method, call.args, wire.utility_decoder.convert)
         except Exception as exc:  # it fails the call, not the engine
-            self._send_answer(client, failure_of(call, exc))
-            return
+            result, answer = None, failure_of(call, exc)
+        self._heartbeat.turned()  # before the answer: until then no router sends prompts here
         if isinstance(result, Future):
             self._pending[client, call.call_id] = result
             result.add_done_callback(partial(self._take_answer, client, call))
         else:
-            self._send_answer(client, UtilityOutput(call.call_id, result=result))
+            self._send_answer(client, answer or UtilityOutput(call.call_id, result=result))
 
     def _take_answer(self, client: bytes, call: UtilityCall, done: Future[Any]) -> None:
         """A pending call has ended. May run in any thread."""

@@ -231,7 +231,7 @@ def test_a_core_tells_that_a_step_of_a_new_size_may_take_long(
     client.socket.close()
 
 
-def test_a_core_tells_that_a_control_call_begins(
+def test_a_core_tells_that_a_control_call_begins_and_before_its_answer_that_it_has_ended(
     core: tuple[subprocess.Popen[bytes], str],
 ) -> None:
     client = following(core[1])
@@ -241,5 +241,7 @@ def test_a_core_tells_that_a_control_call_begins(
     client.send(UTILITY, msgspec.msgpack.encode(call))
     while not beat_of(next_beat(client)).in_call:
         pass
-    assert not beat_of(next_beat(client)).in_call
+    ended = client.receive()
+    assert ended.utility_output is None
+    assert not beat_of(ended).in_call
     client.socket.close()
