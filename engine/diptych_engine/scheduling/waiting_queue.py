@@ -13,7 +13,7 @@ from diptych_frontend.fair_share import FairShare
 from diptych_protocol import SchedulingPolicy
 
 
-class Lane(ABC):
+class TenantLane(ABC):
     """One tenant's requests, in the order in which they get their shares.
 
     It is a list rather than a heap or a deque. The admission limit bounds it, so an insertion moves
@@ -64,7 +64,7 @@ class FairQueue:
 
     def __init__(
         self,
-        make_lane: Callable[[], Lane],
+        make_lane: Callable[[], TenantLane],
         order: Callable[[Request], Any],
         tenants: FairShare,
     ) -> None:
@@ -73,7 +73,7 @@ class FairQueue:
         self._make_lane = make_lane
         self._order = order
         self._tenants = tenants
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, TenantLane] = {}
         """By tenant; none is empty."""
         self._size = 0
 
@@ -83,7 +83,7 @@ class FairQueue:
     def push_front(self, request: Request) -> None:
         self._lane(request).push_front(request)
 
-    def _lane(self, request: Request) -> Lane:
+    def _lane(self, request: Request) -> TenantLane:
         """Where one more request of this tenant is to go."""
         self._size += 1
         lane = self._lanes.get(request.account.tenant)
@@ -114,7 +114,7 @@ class FairQueue:
         lane = self._lanes.get(tenant)
         return 0 if lane is None else len(lane)
 
-    def longest(self) -> Lane:
+    def longest(self) -> TenantLane:
         """Return the requests of the tenant that has most here. Raises `ValueError` when none
         waits."""
         return max(self._lanes.values(), key=len)
@@ -130,11 +130,11 @@ class FairQueue:
         for lane in reversed(self._in_order()):
             yield from reversed(lane)
 
-    def _in_order(self) -> list[Lane]:
+    def _in_order(self) -> list[TenantLane]:
         return sorted(self._lanes.values(), key=lambda lane: self._order(lane.peek()))
 
 
-class FcfsQueue(Lane):
+class FcfsQueue(TenantLane):
     """First come, first served. A request that was served before comes first again.
 
     A request with a deadline goes before those at the end of the queue that are due later, but not
@@ -160,7 +160,7 @@ class FcfsQueue(Lane):
         self._requests.remove(request)
 
 
-class PriorityQueue(Lane):
+class PriorityQueue(TenantLane):
     """Lower priorities first; equal ones by when they are due, even if some were served before."""
 
     def push(self, request: Request) -> None:

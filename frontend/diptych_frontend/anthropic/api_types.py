@@ -227,6 +227,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     session_id: str | None = None
     kv_hints: KvHints | None = None
     json_schemas: JsonSchemas | None = None
-    """See `Asked`."""
+    """See `SharedFields`."""
 
     metadata: Any = None

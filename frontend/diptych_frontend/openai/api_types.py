@@ -90,7 +90,7 @@ class VllmRequest(msgspec.Struct):
     }
 
 
-class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What chats, completions and responses ask for under the same names."""
 
     model: str
@@ -121,7 +121,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
 
-class GenerationRequest(Asked, kw_only=True):
+class GenerationRequest(SharedFields, kw_only=True):
     """What both generation routes share."""
 
     FORMAT_FIELD: ClassVar[str] = "response_format"

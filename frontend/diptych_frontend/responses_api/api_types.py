@@ -18,8 +18,8 @@ from diptych_frontend.openai.api_types import (
     NOBODY_ASKS,
     ONE_TIER,
     PROCESSOR,
-    Asked,
     MetadataText,
+    SharedFields,
     VllmRequest,
 )
 from diptych_frontend.openai.errors import from_decode_error
@@ -172,7 +172,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ignored: events are never padded."""
 
 
-class ResponsesRequest(Asked, kw_only=True):
+class ResponsesRequest(SharedFields, kw_only=True):
     """Body of POST /v1/responses."""
 
     RULES: ClassVar[Rules] = {

@@ -11,13 +11,13 @@ import msgspec
 from diptych_frontend.openai import response_format
 from diptych_frontend.openai.api_types import (
     MAX_MESSAGES,
-    Asked,
     CalledFunction,
     CalledTool,
     ChatCompletionRequest,
     ChatMessage,
     ImagePart,
     ImageUrl,
+    SharedFields,
     TextPart,
 )
 from diptych_frontend.responses_api.api_types import (
@@ -84,7 +84,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[Item]) -> ResponseChat:
         prompt_cache_retention=request.prompt_cache_retention,
         chat_template_kwargs=request.chat_template_kwargs,
         include_reasoning=request.include_reasoning,
-        **{name: getattr(request, name) for name in Asked.__struct_fields__},
+        **{name: getattr(request, name) for name in SharedFields.__struct_fields__},
     )
 
 
