@@ -59,6 +59,7 @@ class KeptAnswers:
             self._drop(next(iter(self.by_name)))
 
     def client_lost(self, client: bytes) -> None:
+        """Record that what this client had asked for may not have been billed."""
         for name, kept in self.by_name.items():
             if kept.client == client:
                 self.by_name[name] = replace(kept, is_unpaid=True)
