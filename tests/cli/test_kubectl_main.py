@@ -16,9 +16,10 @@ import yaml
 from click.testing import CliRunner
 from waits import PATIENCE_S
 
-from diptych.kubectl.cluster import Access, Cluster, refusal
+from diptych.kubectl.cluster import Access, Cluster, ClusterError, ask_routers, refusal
 from diptych.kubectl.main import main
 from diptych.main import main as laptop
+from diptych_protocol.admin import RequestList
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 SERVICES = "/apis/diptych.dev/v1alpha1/namespaces/ns/inferenceservices"
@@ -174,3 +175,21 @@ def test_metrics_of_a_router_are_read_in_the_way_that_it_speaks(
         assert cluster.metrics("svc-router-0", 8000, https=https) == "text"
         server.shutdown()
     assert asked == [f"/api/v1/namespaces/ns/pods/{name}:8000/proxy/metrics"]
+
+
+class Routerless(Cluster):
+    """A service without pods, as while it is suspended."""
+
+    def __init__(self) -> None:
+        """It has no connection."""
+
+    def service(self, name: str) -> Any:
+        return {}
+
+    def pods(self, name: str) -> list[Any]:
+        return []
+
+
+def test_who_asks_where_no_router_runs_hears_where_to_look() -> None:
+    with pytest.raises(ClusterError, match="`kubectl diptych why svc` tells more"):
+        ask_routers(Routerless(), "svc", "/admin/requests", RequestList)
