@@ -59,6 +59,18 @@ def _alone(fleet: Fleet) -> Priced:
     return next(priced for priced in decision.weighed if priced.duty == "both")
 
 
+def test_an_answer_goes_on_where_its_kv_was_kept() -> None:
+    """Though pairs are always wanted: the prefill engine would compute what was generated."""
+    fleet = Fleet(1, 1)
+    fleet.remembers("p0", chain(0, 40))
+    view = replace(request(50, output=20.0), goes_on=True)
+    assert engines(fleet.table.choose(view, 0.0)) == ("p0", "d0")
+    fleet.remembers("d0", chain(0, 50))
+    assert engines(fleet.table.choose(replace(view, goes_on=False), 0.0)) == ("p0", "d0")
+    more = replace(view, prompt_tokens=51 * SIZE)  # of which the last block is not all computed
+    assert [fleet.go(more) for _ in range(16)] == [(None, "d0")] * 16  # no stream waits for another
+
+
 def test_unless_too_much_waits_there() -> None:
     fleet = Fleet(2, 1)
     fleet.remembers("p1", chain(0, 50))
@@ -368,7 +380,8 @@ def terms_of(row: EngineRow, view: RequestView, priced: Priced, at: int) -> dict
     }  # fmt: skip
     if priced.duty == "prefill":
         return prompt
-    return prompt | {"stall_s": (rows + coming) * prompt["compute_s"]} | answer
+    stall = 0.0 if cached == view.prompt_tokens - 1 else (rows + coming) * prompt["compute_s"]
+    return prompt | {"stall_s": stall} | answer
 
 
 def test_fingerprints_that_no_engine_has_any_more_are_forgotten() -> None:

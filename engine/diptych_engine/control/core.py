@@ -363,7 +363,7 @@ class EngineCore:
             self._step_ended = now if plan.scheduled and self.scheduler.has_work else 0.0
         self.hand_offs.lend_computed()
         if self.hand_offs.kept is not None:
-            self.hand_offs.kept.seal()
+            self.hand_offs.kept.seal(self.scheduler.now_running)
         if self.hand_offs.store is not None:
             self.hand_offs.store.save()
 

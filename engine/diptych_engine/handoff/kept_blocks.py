@@ -10,7 +10,7 @@ lies a table of seals, with a record for each block:
 A block is sealed when the pool has come to remember it, and its record is emptied when the pool
 forgets it, before anything is written to it. The next core of the same recipe remembers the blocks
 whose checksums are right: those that streams used at once, and most others beside its steps. It
-computes the rest.
+computes the rest. Blocks that are not full yet have a table of their own (`PartFilledBlocks`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,9 @@ from numpy.typing import NDArray
 
 from diptych_engine.execution.kv_memory import reserve
 from diptych_engine.handoff.block_files import take_folder
+from diptych_engine.handoff.part_filled_blocks import PartFilledBlocks, record_of
 from diptych_engine.scheduling.block_pool import BlockPool, Name
+from diptych_engine.scheduling.request import Request
 from diptych_frontend.processors import usable_processors
 from diptych_kernels.made_once import clear, is_private, try_lock
 
@@ -43,8 +45,8 @@ PREFIX: Final = struct.Struct("<16sI")
 HELD: Final = 1 << 63
 """The bit of an order that a request which runs uses the block. What was remembered last is then
 forgotten first, the tail of a prompt, as a pool does."""
-BYTES_AT_ONCE: Final = 64 << 20
-"""What is sealed, or looked at, between two steps. It takes 10 ms."""
+BYTES_AT_ONCE: Final = 16 << 20
+"""What is sealed, or looked at, between two steps. It takes 3 to 6 ms, for which messages wait."""
 Found = tuple[bytes, int, int]
 """What a record says of a block: hash, group, checksum."""
 
@@ -72,16 +74,16 @@ class KeptFiles:
             try_lock(memory)
         return memory
 
-    def table(self, num_bytes: int) -> mmap.mmap:
-        """Return the seals, which a new file has none of. Raises `InvalidRequestError` if there is
+    def table(self, name: str, num_bytes: int) -> mmap.mmap:
+        """Return a file's bytes, which are 0 in a new one. Raises `InvalidRequestError` if there is
         no room."""
-        seals = _opened(self.folder / "seals")
+        table = _opened(self.folder / name)
         try:
-            os.ftruncate(seals, num_bytes)
-            reserve(seals, num_bytes)
-            return mmap.mmap(seals, num_bytes)
+            os.ftruncate(table, num_bytes)
+            reserve(table, num_bytes)
+            return mmap.mmap(table, num_bytes)
         finally:
-            os.close(seals)
+            os.close(table)
 
     def remove(self) -> None:
         """Remove the files. Their memory is free when this process has ended."""
@@ -103,15 +105,21 @@ class KeptBlocks:
         memory: Sequence[NDArray[np.uint8]],
         pool: BlockPool,
         recipe: bytes,
+        rows: tuple[int, int] | None = None,
     ) -> None:
         """Have a new pool remember what the last core has left, and seal what it comes to remember.
 
         memory: the KV of each rank, [>= num_blocks, block bytes], in the files. recipe: names
-        everything besides tokens that KV depends on. Raises `InvalidRequestError` if there is no
-        room.
+        everything besides tokens that KV depends on. rows: how many parts a block has, and how many
+        tokens each (see `PartFilledBlocks`); None: only full blocks are kept. Raises
+        `InvalidRequestError` if there is no room.
         """
         self._files, self._memory, self._pool = files, memory, pool
-        self._table = files.table(RECORD.size * (1 + pool.num_blocks))
+        self._table = files.table("seals", RECORD.size * (1 + pool.num_blocks))
+        self._part_filled: PartFilledBlocks | None = None
+        if rows is not None:
+            table = files.table("part-filled", record_of(rows[1]).size * pool.num_blocks)
+            self._part_filled = PartFilledBlocks(table, memory, *rows)
         self._at_once = max(1, BYTES_AT_ONCE // sum(blocks.shape[1] for blocks in memory))
         self._unsealed: dict[int, tuple[Name, int]] = {}
         """Blocks to be sealed, with what their records will say."""
@@ -126,6 +134,8 @@ class KeptBlocks:
             left = self._adopt()
         else:
             self._table[: RECORD.size] = bytes(RECORD.size)
+            if self._part_filled is not None:
+                self._part_filled.clear()
         self._write_anew(left)
         pool.seals = self
         self.wake_fd: Final = os.eventfd(bool(self.unseen), os.EFD_NONBLOCK)
@@ -149,6 +159,8 @@ class KeptBlocks:
         for (block, about), right in zip(held.items(), answers, strict=True):
             self._judge(block, about, right=right)
         self._look()
+        if self._part_filled is not None:
+            self._part_filled.adopt(self._pool, full={*self.unseen, *self.adopted})
         return [block for _, block, _ in sealed]
 
     def _look(self) -> None:
@@ -183,12 +195,16 @@ class KeptBlocks:
         """See `Seals.remembered`."""
         self._clock += 1
         self._unsealed[block] = name, self._clock | HELD
+        if self._part_filled is not None:
+            self._part_filled.forgotten(block)
 
     def forgotten(self, block: int) -> None:
         """See `Seals.forgotten`."""
         self._unsealed.pop(block, None)
         self.unseen.pop(block, None)
         ORDER.pack_into(self._table, _place(block), 0)
+        if self._part_filled is not None:
+            self._part_filled.forgotten(block)
 
     def used(self, block: int, *, held: bool) -> None:
         """See `Seals.used`."""
@@ -199,9 +215,12 @@ class KeptBlocks:
         else:
             ORDER.pack_into(self._table, _place(block), order)
 
-    def seal(self) -> None:
-        """Seal what the pool has come to remember, then look at what the last core has left, the
-        newest first; call after a step, and when `wake_fd` is readable."""
+    def seal(self, running: Iterable[Request] = ()) -> None:
+        """Seal what the pool has come to remember, and what these requests have begun, then look at
+        what the last core has left, the newest first; call after a step, and when `wake_fd` is
+        readable."""
+        if self._part_filled is not None:
+            self._part_filled.seal(running)
         for block in list(self._unsealed)[: self._at_once]:
             name, order = self._unsealed.pop(block)
             block_hash, group = (name, 0) if isinstance(name, bytes) else name

@@ -65,6 +65,11 @@ class BlockPool:
         """Blocks that came to be remembered, and their hashes, for whoever keeps them elsewhere;
         None: nobody does. Of several groups only the first one's."""
         self.seals: Seals | None = None
+        self._parts: dict[bytes, tuple[int, list[int]]] = {}
+        """By the hash of a full block: the unused block that a former core has begun behind it, and
+        the tokens that it has KV of."""
+        self._parent_of: dict[int, bytes] = {}
+        """By the blocks in `_parts`."""
         self._elsewhere: set[bytes] = set()
         """The hashes of blocks that can be read back from there. Others are told of them as of
         those that are remembered here."""
@@ -159,6 +164,7 @@ class BlockPool:
                     self.num_remembered -= 1
                     if self.seals is not None:
                         self.seals.used(block, held=True)
+                self._end_part(block)
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -195,6 +201,8 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     # Nothing to remember: reuse it before any block that holds a prefix.
                     self._free.move_to_end(block, last=False)
+                    if self.seals is not None:
+                        self.seals.forgotten(block)
                 else:
                     self.num_remembered += 1
 
@@ -259,6 +267,23 @@ class BlockPool:
         self.num_remembered += 1
         return True
 
+    def adopt_part(self, block: int, parent: bytes, token_ids: list[int]) -> bool:
+        """Have an unused block contain the first tokens after a prefix, for the next request that
+        goes on with them. It counts as one without a prefix. False: another block does already."""
+        if parent in self._parts:
+            return False
+        self.put_last(block)
+        self._parts[parent], self._parent_of[block] = (block, token_ids), parent
+        return True
+
+    def part_behind(self, parent: bytes) -> tuple[int, list[int]] | None:
+        """Return the unused block that contains the first tokens after a prefix, and these."""
+        return self._parts.get(parent)
+
+    def _end_part(self, block: int) -> None:
+        if self._parent_of and (parent := self._parent_of.pop(block, None)) is not None:
+            del self._parts[parent]
+
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Forget every cached prefix. False, and nothing changes, while any block is held, unless
         held blocks may be forgotten too: their holders keep them, but nobody else finds them."""
@@ -283,6 +308,7 @@ class BlockPool:
             del self._block_of[block_hash]
             self._hash_of[block] = None
             self._note(block_hash, remembered=False)
+        self._end_part(block)
         if self.seals is not None:  # which may know of what is not remembered yet
             self.seals.forgotten(block)
 

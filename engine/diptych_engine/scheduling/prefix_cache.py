@@ -39,6 +39,21 @@ class PrefixCache:
                     hit[place] = NULL_BLOCK
         return hit
 
+    def part_behind(self, request: Request, hit: list[int]) -> tuple[int, int] | None:
+        """Return the block that a former core has begun behind these full blocks of the request,
+        and how many of the request's tokens it has KV of."""
+        first = self.num_tokens(hit)
+        if not hit or request.images:
+            return None
+        found = self.pool.part_behind(request.block_hashes[first // self.block_size - 1])
+        if found is None:
+            return None
+        block, token_ids = found
+        own = request.token_ids[first : request.num_tokens - 1]
+        pairs = enumerate(zip(own, token_ids, strict=False))
+        count = next((n for n, (a, b) in pairs if a != b), min(len(own), len(token_ids)))
+        return (block, count) if count else None
+
     def _will_fetch(self, request: Request, num_here: int) -> bool:
         if request.prefix_source is None:
             return request.fetches

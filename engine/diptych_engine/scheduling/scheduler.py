@@ -591,10 +591,13 @@ class Scheduler:
         if hit is None:
             return False
         start = request.num_computed_tokens or self.prefixes.num_tokens(hit)
-        wanted = request.num_tokens - start
         if request.prefix_source is not None and not self.prefixes.worth_fetching(request, start):
             request.prefix_source = None
         remote = request.fetches
+        part = None if remote else self.prefixes.part_behind(request, hit)
+        if part is not None:
+            hit, start = [*hit, part[0]], start + part[1]
+        wanted = request.num_tokens - start
         if not remote and beside is not None and wanted > room:
             return True  # it is not as short as it looked
         if not remote and not self._has_room_for(request):
@@ -826,11 +829,10 @@ class Scheduler:
     def _take_prefix(self, request: Request, hit: list[int], start: int) -> None:
         """Have a waiting request begin at `start`, with the remembered blocks that it was found."""
         if not request.block_ids:
-            num_hit = self.prefixes.num_tokens(hit)
             if hit and request.num_cached_tokens is None:
                 pinned = self.pool.num_pinned_among(hit) // self.num_groups
                 request.num_pinned_tokens = pinned * self.block_size
-            self.prefixes.count_lookup(request, num_hit, self.stats)
+            self.prefixes.count_lookup(request, start, self.stats)
         self.pool.take(hit)
         request.block_ids.extend(hit)
         request.num_computed_tokens = start

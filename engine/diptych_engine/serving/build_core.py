@@ -257,7 +257,9 @@ def build_core(
         core.hand_offs.before_load = runner.routed.forget
     recipe = recipe_of(config, source, description) if files or config.kv_disk_bytes else b""
     if files is not None:
-        kept = KeptBlocks(files, as_bytes(runner.kv_memory()), scheduler.pool, recipe)
+        of_one_kind = not runner.kv_groups.windowed and runner.drafter is None
+        rows = (2 * runner.layers_per_block, config.block_size) if of_one_kind else None
+        kept = KeptBlocks(files, as_bytes(runner.kv_memory()), scheduler.pool, recipe, rows)
         log.info(
             "%d of %d KV blocks were left by a former engine",
             len(kept.adopted) + len(kept.unseen),

@@ -161,6 +161,8 @@ class FleetTable:
         if others:
             left_out += [self._rows[key] for key in others if key in self._rows]
         cached, held, tie = self._remembered(request)
+        if request.goes_on and self._may_go_on(request, cached) and how == "always":
+            how = "auto"
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
         loading: dict[Role, Floats] = {}
@@ -193,6 +195,15 @@ class FleetTable:
         if decision.fetch_tokens:
             return replace(decision, fetch=self._holder(decision, held))
         return decision
+
+    def _may_go_on(self, request: RequestView, cached: Tokens) -> bool:
+        """Whether a decode engine has all full blocks of a request that goes on after a loss. Then
+        it may have kept the last block, too (`kv_keep`), and counts as if it has."""
+        decode = cached["decode"]
+        lacking = request.prompt_tokens - decode
+        kept = (decode > 0) & (lacking <= self.tables["decode"].column["block_size"])
+        cached["decode"] = np.where(kept, request.prompt_tokens - 1.0, decode)
+        return bool(kept.any())
 
     def _beside_s(self, sharers: NDArray[np.intp], now: float) -> dict[Role, Floats]:
         """See `PoolView.beside_s`."""

@@ -50,6 +50,8 @@ class RequestView:
     output_tokens: float = 0.0
     """How many tokens it is expected to generate."""
     prefill_only: bool = False
+    goes_on: bool = False
+    """Part of its answer has been generated."""
     keys: Callable[[BlockNaming], Keys] | None = None
     """The keys of its prompt's full blocks; None if they cannot be known."""
     adapter: str = ""

@@ -155,6 +155,7 @@ class RoutedRequest:
             self.record.prompt_tokens + len(self.generated),
             0.0 if self.record.prefill_only else min(self.usual_output, self.tokens_left),
             prefill_only=self.record.prefill_only,
+            goes_on=bool(self.generated),
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,
             tenant=self.original.tenant,

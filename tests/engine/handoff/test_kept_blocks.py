@@ -17,28 +17,47 @@ import numpy as np
 import pytest
 import torch
 from engine_kit.block_checks import check_blocks
-from engine_kit.core import DUMMY, core_request, make_core, run, tokens
+from engine_kit.core import CLIENT, DUMMY, core_request, make_core, run, step, tokens
 from engine_kit.handoff import prompt_of
+from engine_kit.toy_engine import make_request
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from model_kit.families import published
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.handoff.kept_blocks import ORDER, RECORD, KeptBlocks, KeptFiles
+from diptych_engine.handoff.part_filled_blocks import record_of
 from diptych_engine.scheduling.block_pool import BlockPool, Name
+from diptych_engine.scheduling.request import Request
 from diptych_engine.serving import build_core
 from diptych_kernels.made_once import clear
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
 
 BLOCKS, BYTES, RANKS = 16, 96, 2
 BLOCK = 16
+PARTS = 3
 PROMPT, OTHER = prompt_of(3, 4 * BLOCK + 5), prompt_of(4, 4 * BLOCK + 5)
 EXTENSION = "engine_kit.worker_extension:Extension"
 NUM_DAMAGED = 1000
 NAMES: list[Name] = [bytes([n]) * 16 for n in range(12)]
 NAMES += [(name, 1) for name in NAMES[:4] if isinstance(name, bytes)]
+
+
+@dataclass
+class Part:
+    """What is known of a block that is not full: its place, tokens, and their KV."""
+
+    block: int
+    token_ids: list[int]
+    rows: bytes
 
 
 class Life:
@@ -58,7 +77,7 @@ class Life:
         with pytest.MonkeyPatch.context() as patch:
             if not looks:  # at more than one at once
                 patch.setattr("diptych_engine.handoff.kept_blocks.BYTES_AT_ONCE", 0)
-            self.kept = KeptBlocks(self.files, self.memory, self.pool, recipe)
+            self.kept = KeptBlocks(self.files, self.memory, self.pool, recipe, (PARTS, BLOCK))
         if looks:
             self.look()
         else:
@@ -74,6 +93,38 @@ class Life:
 
     def content(self, block: int) -> bytes:
         return b"".join(rank[block].tobytes() for rank in self.memory)
+
+    def compute_row(self, block: int, row: int, rng: random.Random) -> None:
+        for rank in self.memory:
+            part = np.frombuffer(rng.randbytes(BYTES // BLOCK), np.uint8).reshape(PARTS, -1)
+            rank[block].reshape(PARTS, BLOCK, -1)[:, row] = part
+
+    def rows(self, block: int, count: int) -> bytes:
+        """The KV of a block's first tokens."""
+        return b"".join(
+            rank[block].reshape(PARTS, BLOCK, -1)[:, :count].tobytes() for rank in self.memory
+        )
+
+    def parts(self) -> dict[bytes, Part]:
+        """By the hash before them: what the pool knows of blocks that are not full."""
+        found = self.pool._parts.items()
+        return {
+            parent: Part(block, token_ids, self.rows(block, len(token_ids)))
+            for parent, (block, token_ids) in found
+        }
+
+    def begin(self, block: int, parent: bytes, count: int, rng: random.Random) -> Request:
+        """A running request whose second block this is, and has so many tokens."""
+        request = make_request("", [0] * BLOCK, 0, block_hashes=[parent], block_ids=[-1, block])
+        request.num_computed_tokens = BLOCK
+        for _ in range(count):
+            self.go_on(request, rng)
+        return request
+
+    def go_on(self, request: Request, rng: random.Random) -> None:
+        self.compute_row(request.block_ids[1], request.num_computed_tokens - BLOCK, rng)
+        request.token_ids.append(rng.randrange(1 << 32))
+        request.num_computed_tokens += 1
 
     def remembered(self) -> dict[Name, int]:
         return dict(self.pool._block_of)
@@ -105,12 +156,18 @@ class Lives(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.rng = random.Random(0)
         self.sealed: dict[Name, int] = {}
+        self.running: dict[int, Request] = {}
+        self.parts: dict[int, tuple[bytes, Part]] = {}
+        """By the block: the hash before it, and what was sealed of it."""
         self.begin({})
 
-    @initialize(count=st.integers(0, 8))
-    def fill(self, count: int) -> None:
+    @initialize(count=st.integers(0, 8), begun=st.integers(0, 4))
+    def fill(self, count: int, begun: int) -> None:
         self.life.fill(NAMES[:count], self.rng)
-        self.sealed = self.life.remembered()
+        self.held += self.life.pool.allocate(begun)
+        for n, block in enumerate(self.held):
+            self.running[block] = self.life.begin(block, bytes([n]) * 16, 1 + n, self.rng)
+        self.seal()
 
     def begin(self, sealed: dict[Name, bytes], taken: int = 0) -> None:
         """taken: how many blocks it takes before it looks at those that were not in use."""
@@ -122,8 +179,18 @@ class Lives(RuleBasedStateMachine):
         expected = {name: sealed[name] for name in sealed if places[name] not in self.held}
         assert {name: self.life.content(block) for name, block in here.items()} == expected
         assert set(self.life.kept.adopted) >= set(here.values())
-        check_blocks(self.life.pool)
-        self.sealed = here
+        parts: dict[bytes, Part] = {}
+        for _, (parent, part) in sorted(self.parts.items()):
+            parts.setdefault(parent, part)  # the first of several
+        parts = {parent: part for parent, part in parts.items() if part.block not in self.held}
+        assert self.life.parts() == parts
+        self.sealed, self.running = here, {}
+        self.parts = {part.block: (parent, part) for parent, part in parts.items()}
+
+    @invariant()
+    def blocks_are_sound(self) -> None:
+        if hasattr(self, "life"):
+            check_blocks(self.life.pool)
 
     @precondition(lambda self: self.life.pool.num_free)
     @rule(count=st.integers(1, 4), computed=st.booleans())
@@ -131,6 +198,7 @@ class Lives(RuleBasedStateMachine):
         taken = self.life.pool.allocate(min(count, self.life.pool.num_free))
         self.sealed = {name: block for name, block in self.sealed.items() if block not in taken}
         for block in taken:
+            self.parts.pop(block, None)
             content = self.rng.randbytes(RANKS * BYTES)
             self.life.compute(block, content if computed else content[:BYTES] + bytes(BYTES))
         self.held += taken
@@ -139,18 +207,57 @@ class Lives(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def remember(self, name: Name, data: st.DataObject) -> None:
         block_hash, group = (name, 0) if isinstance(name, bytes) else name
-        self.life.pool.remember(data.draw(st.sampled_from(self.held)), block_hash, group)
+        block = data.draw(st.sampled_from(self.held))
+        self.life.pool.remember(block, block_hash, group)
+        if self.life.pool._hash_of[block] is not None:
+            self.running.pop(block, None)
+            self.parts.pop(block, None)
+
+    @precondition(lambda self: self.held)
+    @rule(parent=st.sampled_from(NAMES[:4]), count=st.integers(1, BLOCK - 1), data=st.data())
+    def go_on(self, parent: bytes, count: int, data: st.DataObject) -> None:
+        """A request computes more of the block that it has begun."""
+        block = data.draw(st.sampled_from(self.held))
+        if self.life.pool._hash_of[block] is not None:
+            return
+        if block not in self.running:
+            self.running[block] = self.life.begin(block, parent, 0, self.rng)
+            self.parts.pop(block, None)
+        request = self.running[block]
+        for _ in range(min(count, 2 * BLOCK - 1 - request.num_computed_tokens)):
+            self.life.go_on(request, self.rng)
+
+    @precondition(lambda self: self.life.parts())
+    @rule(data=st.data())
+    def take_part(self, data: st.DataObject) -> None:
+        """A request goes on with what the last core had begun, or with some of it."""
+        parent, part = data.draw(st.sampled_from(sorted(self.life.parts().items(), key=repr)))
+        self.life.pool.take([part.block])
+        self.held.append(part.block)
+        known = data.draw(st.integers(1, len(part.token_ids)))
+        request = self.life.begin(part.block, parent, 0, self.rng)
+        request.token_ids += part.token_ids[:known]
+        request.num_computed_tokens += known
+        self.running[part.block] = request
 
     @rule()
     def seal(self) -> None:
-        self.life.kept.seal()
+        self.life.kept.seal(self.running.values())
         self.sealed = self.life.remembered()
+        for block, request in self.running.items():
+            token_ids = request.token_ids[BLOCK:]
+            if token_ids:
+                part = Part(block, token_ids, self.life.rows(block, len(token_ids)))
+                self.parts[block] = request.block_hashes[0], part
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         block = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.life.pool.release([block])
+        if block not in self.held:
+            self.running.pop(block, None)
+            self.parts.pop(block, None)
 
     @rule(name=st.sampled_from(NAMES))
     def take(self, name: Name) -> None:
@@ -166,7 +273,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.life.pool.forget_all(even_held=True)
-        self.sealed = {}
+        self.sealed, self.parts = {}, {}
 
     @rule(taken=st.integers(0, BLOCKS), hasty=st.booleans())
     def kill(self, taken: int, hasty: bool) -> None:
@@ -214,6 +321,8 @@ class Damage:
     """What is in a folder, as bytes that may be changed."""
 
     seals: bytearray
+    size: int
+    """The bytes of a seal."""
     memory: list[bytearray]
     stale: list[bytes]
     """The memory before the last blocks were computed."""
@@ -224,8 +333,9 @@ class Damage:
         two = slice(two.start, two.start + BYTES)
         rank = rng.randrange(RANKS)
         memory = self.memory[rank]
-        first, second = (RECORD.size * (1 + number) for number in (block, other))
-        record, another = slice(first, first + RECORD.size), slice(second, second + RECORD.size)
+        begin = len(self.seals) - BLOCKS * self.size
+        first, second = (begin + self.size * number for number in (block, other))
+        record, another = slice(first, first + self.size), slice(second, second + self.size)
         match rng.randrange(8):
             case 0:  # torn: the end is what was there before
                 cut = block * BYTES + rng.randrange(BYTES)
@@ -241,27 +351,46 @@ class Damage:
             case 5:  # seals swapped
                 self.seals[record], self.seals[another] = self.seals[another], self.seals[record]
             case 6:
-                self.seals[first + rng.randrange(RECORD.size)] ^= 1 << rng.randrange(8)
+                self.seals[first + rng.randrange(self.size)] ^= 1 << rng.randrange(8)
             case _:  # truncated, and as long as before when it is opened again
                 cut = rng.randrange(len(memory) * 7 // 8, len(memory))
                 memory[cut:] = bytes(len(memory) - cut)
 
 
-def test_blocks_that_are_not_as_they_were_sealed_are_never_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "size"), [("seals", RECORD.size), ("part-filled", record_of(BLOCK).size)]
+)
+def test_blocks_that_are_not_as_they_were_sealed_are_never_served(
+    tmp_path: Path, table: str, size: int
+) -> None:
     rng = random.Random(7)
     life = Life(tmp_path)
-    life.fill(NAMES, rng)
     folder = life.files.folder
-    places = [folder / "seals", *(folder / f"memory-{rank}" for rank in range(RANKS))]
+    places = [folder / table, *(folder / f"memory-{rank}" for rank in range(RANKS))]
+
+    def fill() -> tuple[dict[Name, bytes], dict[bytes, Part]]:
+        life.pool.forget_all(even_held=True)
+        if table == "seals":
+            return life.fill(NAMES, rng), {}
+        held = life.pool.allocate(BLOCKS)
+        begun = [life.begin(n, bytes([n]) * 16, 1 + n % (BLOCK - 1), rng) for n in held]
+        life.kept.seal(begun)
+        life.pool._holders[:BLOCKS] = [0] * BLOCKS  # as the next core will find them
+        life.pool._free.update(dict.fromkeys(held))
+        return {}, {
+            request.block_hashes[0]: Part(n, request.token_ids[BLOCK:], life.rows(n, 1 + n % 15))
+            for n, request in zip(held, begun, strict=True)
+        }
+
+    fill()
     stale = [rank.tobytes() for rank in life.memory]
-    life.pool.forget_all()
-    contents = life.fill(NAMES, rng)
+    contents, parts = fill()
     life.kill()
     whole = [path.read_bytes() for path in places]
     served = 0
     for _ in range(NUM_DAMAGED // 5):
         seals, *memory = map(bytearray, whole)
-        damage = Damage(seals, memory, stale)
+        damage = Damage(seals, size, memory, stale)
         for _ in range(5):
             damage.do(rng)
         for path, content in zip(places, (damage.seals, *damage.memory), strict=True):
@@ -269,7 +398,11 @@ def test_blocks_that_are_not_as_they_were_sealed_are_never_served(tmp_path: Path
         life = Life(tmp_path)
         for name, block in life.remembered().items():
             assert life.content(block) == contents[name]
-        served += len(life.kept.adopted)
+        for parent, part in life.parts().items():
+            assert (part.token_ids, part.rows) == (parts[parent].token_ids, parts[parent].rows)
+            rest = life.content(part.block).count(0) - part.rows.count(0)
+            assert rest == RANKS * BYTES - len(part.rows), "nothing else of it is left"
+        served += len(life.kept.adopted) + len(life.parts())
         check_blocks(life.pool)
         life.kill()
     assert served > NUM_DAMAGED  # others were sound
@@ -312,13 +445,16 @@ def test_what_is_no_file_makes_way_for_one(
 
 
 def test_another_recipe_or_geometry_finds_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    rng = random.Random(3)
     for other in ({"recipe": b"other"}, {"blocks": BLOCKS // 2}):
         life = Life(tmp_path)
-        life.fill(NAMES[:4], random.Random(3))
+        life.fill(NAMES[:4], rng)
+        life.kept.seal([life.begin(life.pool.allocate(1)[0], bytes(16), 3, rng)])
         life.kill()
-        for changed in (other, {}):
+        for changed in (other, other, {}):
             life = Life(tmp_path, **changed)
             assert not life.kept.adopted
+            assert not life.parts()
             life.kill()
 
 
@@ -415,6 +551,39 @@ def test_a_core_goes_on_with_what_the_one_before_it_had_computed(tmp_path: Path,
     assert answer(core) == (expected, 0), "an orderly end leaves nothing"
     core.close()
     assert not [path for path in keep.rglob("*") if path.is_file()]
+
+
+def test_streams_of_a_killed_core_compute_one_token_before_they_go_on(tmp_path: Path) -> None:
+    """Of a block that was not full, each token's KV is found; so is that of a client that was not
+    told of the last one, and of one that asks for something else from some token on."""
+    prompts = {f"r{n}": prompt_of(n, 2 * BLOCK + 5 * n) for n in range(1, 4)}
+    asked = {name: core_request(name, x, max_tokens=24) for name, x in prompts.items()}
+    told = {name: list[int]() for name in prompts}
+    cores = [make_core(kv_keep=str(tmp_path))]
+    expected = {name: tokens(made) for name, made in run(cores[0], *asked.values()).items()}
+    cores[0].call("reset_prefix_cache", [])
+    for request in asked.values():
+        cores[0].add(request, CLIENT)
+    while min(map(len, told.values())) < 9:
+        for output in step(cores[0]):
+            told[output.request_id] = told[output.request_id] + output.new_token_ids
+    fail(cores)
+    core = make_core(kv_keep=str(tmp_path))
+    told["r1"].pop()
+    told["r3"][-4] += 1
+    lost = {"r1": 0, "r2": 0, "r3": 3}
+    answers = run(
+        core,
+        *(
+            core_request(name, prompts[name], max_tokens=24, generated_token_ids=had)
+            for name, had in told.items()
+        ),
+    )
+    stats = core.scheduler.stats
+    assert stats.prefix_cache_queries - stats.prefix_cache_hits == sum(1 + n for n in lost.values())
+    for name in ("r1", "r2"):
+        assert told[name] + tokens(answers[name]) == expected[name]
+    core.close()
 
 
 @pytest.mark.parametrize(

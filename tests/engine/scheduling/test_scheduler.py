@@ -362,6 +362,32 @@ class TestHandOff:
         (order,) = scheduler.load_orders
         assert order.indices == [2]
 
+    @pytest.mark.parametrize("fetched", [False, True])
+    def test_what_a_former_core_had_begun_is_computed_no_more_but_fetched_whole(
+        self, fetched: bool
+    ) -> None:
+        scheduler, runner = make_scheduler(16), ToyRunner()
+        scheduler.add(make_request("warm", self.prompt[: 2 * BLOCK], 1))
+        run(scheduler, runner)
+        pool = scheduler.pool
+        begun, (_, parent) = next(iter(pool._free)), pool._block_of
+        assert isinstance(parent, bytes)
+        assert pool.adopt_part(begun, parent, [self.prompt[8], 99])
+        runner.slots[begun * BLOCK] = self.prompt[8]
+        transfer = remote(10) if fetched else None
+        request = make_request("d", self.prompt, 5, kv_transfer=transfer)
+        scheduler.add(request)
+        plan = scheduler.schedule()
+        assert (begun in request.block_ids) != fetched
+        assert [(share.start, share.num_tokens) for share in plan.scheduled] == (
+            [] if fetched else [(9, 1)]
+        )
+        check_blocks(pool)
+        if not fetched:
+            scheduler.update(plan, runner.execute(plan))
+            run(scheduler, runner)
+            assert request.token_ids == expected(self.prompt, 5)
+
     def fetch(
         self, known: int, prompt: list[int], remote_tokens: int, windows: Windows, budget: int
     ) -> Request:

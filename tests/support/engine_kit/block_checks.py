@@ -21,5 +21,10 @@ def check_blocks(pool: BlockPool) -> None:
         raise RuntimeError(f"{pool.num_free} blocks are said to be free, {len(idle)} are")
     if pool.num_remembered != sum(pool._hash_of[block] is not None for block in idle):
         raise RuntimeError(f"{pool.num_remembered} free blocks are said to be remembered")
+    begun = {block: parent for parent, (block, _) in pool._parts.items()}
+    if begun != pool._parent_of or any(
+        pool._holders[block] or pool._hash_of[block] is not None for block in begun
+    ):
+        raise RuntimeError("what a former core had begun is held, or remembered")
     if len(pool._block_of) != sum(h is not None for h in pool._hash_of):
         raise RuntimeError("a hash points to a block that does not remember it")

@@ -39,9 +39,9 @@ class PrefixAware:
             terms = _prompt(engines)
         if duty == "both":
             # Shared processors gain nothing by computing here, and streams that come meanwhile
-            # would stand still: one of them counts.
+            # would stand still: one of them counts. One token is a row as theirs are.
             rows = _rows(engines) + (engines.beside_s is not None)
-            terms["stall_s"] = rows * terms["compute_s"]
+            terms["stall_s"] = rows * terms["compute_s"] * (engines.lacking > 1.0)
         if duty != "prefill":
             if "answer" not in engines.made:
                 engines.made["answer"] = _answer(request, engines)
