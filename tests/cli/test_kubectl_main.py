@@ -86,6 +86,18 @@ def test_without_a_kubeconfig_it_says_how_to_give_one(
     assert result.stderr.endswith("; set KUBECONFIG, or give --kubeconfig or --context\n")
 
 
+@pytest.mark.parametrize(
+    "content", [b"a: [", b"hello", b"- a", b"", b"\xff\xfe\0", b"\tx: 1", b"contexts: {}"]
+)
+def test_a_file_that_is_no_kubeconfig_is_one_line(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    file.write_bytes(content)
+    result = run("status", "--kubeconfig", str(file))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: no cluster to talk to: ")
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["why", "top", "plan", "status"])
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "A"])
 def test_what_can_name_no_service_is_not_asked_for(command: str, name: str, tmp_path: Path) -> None:

@@ -184,6 +184,13 @@ STARTING = ("False", "Starting", "Starting: 0 of 1 pods ready.")
             False, "answers requests, but wants attention", ["Progressing"],
         ),
         (
+            {
+                "Available": ("Unknown", "SpecInvalid", "Not known; see Degraded."),
+                "Degraded": ("True", "SpecInvalid", "spec.rollout.type: correct the spec."),
+            },
+            False, "is not known to answer requests", ["Degraded", "Available"],
+        ),
+        (
             {"Available": ("False", "Suspended", "spec.suspend is true: requests are refused.")},
             False, "is suspended", ["Available"],
         ),

@@ -73,7 +73,8 @@ class Cluster:
         try:
             config.load_kube_config(file, access.context, settings, persist_config=False)
             contexts, active = config.list_kube_config_contexts(file)
-        except (config.ConfigException, OSError) as exc:
+        # That library looks for no errors of a file that is none, or of fields of other types.
+        except Exception as exc:
             said = " ".join(str(exc).split()).rstrip(".")
             raise ClusterError(
                 f"no cluster to talk to: {said}; set KUBECONFIG, or give --kubeconfig or --context"
@@ -81,7 +82,7 @@ class Cluster:
         settings.retries = False
         chosen = next((c for c in contexts if c["name"] == access.context), active)
         namespace = access.namespace or chosen["context"].get("namespace") or "default"
-        return cls(client.ApiClient(settings), checked_name(namespace))
+        return cls(client.ApiClient(settings), checked_name(str(namespace)))
 
     def services(self, *, everywhere: bool = False) -> list[Raw]:
         """Return all InferenceServices of the namespace, or of the cluster."""

@@ -56,6 +56,8 @@ def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> ServiceExplanati
 def _down(view: ServiceView) -> str:
     if view.condition("Available").reason == Reason.SUSPENDED:
         return "is suspended"
+    if view.condition("Available").status == "Unknown":
+        return "is not known to answer requests"
     progresses = view.condition("Progressing").status == "True"
     if progresses and view.condition("Degraded").status != "True":
         return "is not available yet; it is on its way, and nothing has failed"
