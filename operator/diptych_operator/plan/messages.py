@@ -67,7 +67,9 @@ def _remedy(view: RolloutView) -> str:
     elif view.rollout.when_full == "ReplaceInPlace":
         rest = "maxUnavailable to 1, by which a pool of one pod is empty for a while"
     else:
-        rest = "to ReplaceInPlace, or maxSurge to 0 and maxUnavailable to 1"
+        rest = "maxSurge to 0 and maxUnavailable to 1"
+        if min(view.desired.prefill, view.desired.decode) > 1:  # a pool's only pod stays
+            rest = f"to ReplaceInPlace, or {rest}"
     return f"add nodes, or set spec.rollout.whenFull to Wait, or {rest}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -300,3 +301,11 @@ def test_where_a_pool_has_one_pod_it_is_not_replaced_in_place_and_the_message_sa
     world.places["any"] += 2
     assert world.round().replicas == failed.replicas, "nodes alone do not bring it back, so"
     assert "any change of the spec tries again" in failed.message
+
+
+@pytest.mark.parametrize(("size", "helps"), [(Counts(2, 2), True), (Counts(1, 2), False)])
+def test_a_remedy_that_would_not_help_is_not_named(size: Counts, helps: bool) -> None:
+    world = cluster(size, (1, 0), Random(1), NOTHING, shared=True, mode="Fail")
+    world.round()
+    world.failed = world.full = True
+    assert ("to ReplaceInPlace" in world.round().message) is helps
