@@ -421,23 +421,27 @@ class Reconciler:
         named = {"name": meta.name, "namespace": meta.namespace}
         about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": named}
         try:
-            await self._kube.apply_status(about, msgspec.to_builtins(after))
+            dropped = await self._kube.apply_status(about, msgspec.to_builtins(after))
         except ApiError as exc:
             if not exc.is_refusal:
                 raise
-            await self._tell_without_status(service, exc)
+            words = f"out of date, because the API server refuses it: {exc}"
+            await self._tell_without_status(service, words)
             return
-        self._silenced.discard((meta.namespace, meta.name))
+        if dropped:  # what is remembered there is forgotten, such as the step of a canary
+            words = f"incomplete, because the API server drops {', '.join(dropped)}"
+            await self._tell_without_status(service, words)
+        else:
+            self._silenced.discard((meta.namespace, meta.name))
         for note in events_between(before, after):
             await self._events.post(service, note)
 
-    async def _tell_without_status(self, service: InferenceService, refusal: ApiError) -> None:
+    async def _tell_without_status(self, service: InferenceService, how: str) -> None:
         """Say once that the status is not to be believed; all else goes on."""
         key = service.metadata.namespace, service.metadata.name
         if key not in self._silenced:
             self._silenced.add(key)
-            words = f"the status is out of date, because the API server refuses it: {refusal}"
-            words += "; apply the chart or crds/ of the operator's version"
+            words = f"the status is {how}; apply the chart or crds/ of the operator's version"
             await self._events.post(service, EventNote("Warning", Reason.OPERATOR_PROBLEM, words))
 
     async def _report_blocked(self, service: InferenceService, problem: Problem) -> float:

@@ -21,6 +21,7 @@ import msgspec
 from kubernetes.aio import client, config
 
 from diptych_operator.api.base import Raw
+from diptych_operator.kube.difference import differences
 from diptych_protocol import UNREADABLE, DiptychError
 
 FIELD_MANAGER = "diptych"
@@ -190,16 +191,22 @@ class Kube:
         path = object_path(*name_of(obj))
         return await self._send("PATCH", path, query, obj, "application/apply-patch+yaml")
 
-    async def apply_status(self, about: Raw, status: Raw) -> None:
-        """Apply the status of an object; do nothing if it no longer exists."""
+    async def apply_status(self, about: Raw, status: Raw) -> list[str]:
+        """Apply the status of an object; do nothing if it no longer exists.
+
+        Returns the fields that the API server dropped in silence, as those that its CRD lacks.
+        """
         named = {part: about["metadata"][part] for part in ("namespace", "name")}
         body = {part: about[part] for part in ("apiVersion", "kind")} | {"metadata": named}
         path = f"{object_path(*name_of(about))}/status"
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         with tolerating(404):
-            await self.request(
+            kept = await self.request(
                 "PATCH", path, query, body | {"status": status}, "application/apply-patch+yaml"
             )
+            found = differences(status, kept.get("status") or {}, "status")
+            return [each.path for each in found if each.live is None]
+        return []
 
     async def create(self, obj: Raw) -> Raw:
         meta = obj["metadata"]

@@ -30,6 +30,20 @@ async def test_it_says_so_once_and_looks_as_often_as_ever(refusal: tuple[int, st
         assert store.condition("Degraded")["status"] == "False"
 
 
+async def test_it_says_once_what_an_older_crd_drops_of_the_status() -> None:
+    """Some API servers refuse what they do not know; others forget it, and a canary with it."""
+    store = Store()
+    async with operating(store) as reconciler:
+        store.drops_of_status = frozenset({"images", "access"})
+        for _ in range(3):
+            await reconciler.reconcile(KEY)
+        events = [o for o in store.objects.values() if o["kind"] == "Event"]
+        (event,) = (o for o in events if o["reason"] == "OperatorProblem")
+        assert "drops status.access, status.images;" in event["message"]
+        assert event["message"].endswith("apply the chart or crds/ of the operator's version")
+        assert store.condition("Degraded")["status"] == "False"
+
+
 class Picky(Store):
     """It takes no template of decode pods that has a note, and counts what it is only asked."""
 

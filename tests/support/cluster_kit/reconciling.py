@@ -45,6 +45,8 @@ class Store:
         """It takes no pod template, and answers this status and message."""
         self.refuses_status: tuple[int, str] | None = None
         """It takes no status, and answers this HTTP status and message."""
+        self.drops_of_status: frozenset[str] = frozenset()
+        """Fields of a status that its CRD lacks: it drops them in silence."""
         self.refuses_owners_of = ""
         """The kind, in the plural, of which it takes no patch that gives an object an owner."""
         self.reports: Sequence[RouterReport] | None = None
@@ -66,6 +68,8 @@ class Store:
             if refusal and about:
                 status, message = refusal
                 return web.json_response({"reason": "Refused", "message": message}, status=status)
+        for name in self.drops_of_status & body.get("status", {}).keys():
+            del body["status"][name]
         owned = request.method == "PATCH" and body.keys() == {"metadata"}
         if owned and f"/{self.refuses_owners_of}/" in path:
             return web.json_response({"reason": "Forbidden", "message": "not you"}, status=403)
