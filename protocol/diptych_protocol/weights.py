@@ -3,8 +3,9 @@ trainer (reinforcement learning)."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -21,12 +22,19 @@ class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tr
     """A directory in PEFT's form: `adapter_config.json` and `adapter_model.safetensors`."""
 
 
+CONFIGURED_FROM: Final = 1 << 30
+"""The least id of an adapter of a configuration; lower ones are for those that come later."""
+
+
 def numbered(modules: Mapping[str, str]) -> list[LoRARequest]:
-    """Return the adapters of a configuration (name -> directory), with the ids 1, 2, 3…"""
-    return [
-        LoRARequest(name, index, path)
-        for index, (name, path) in enumerate(modules.items(), start=1)
-    ]
+    """Return the adapters of a configuration (name -> directory). Their ids follow from name and
+    directory: in a rollout, routers and engines of different configurations mean the same."""
+    adapters = []
+    for name, path in modules.items():
+        digest = hashlib.blake2b(f"{name}\0{path}".encode(), digest_size=8).digest()
+        number = int.from_bytes(digest) % CONFIGURED_FROM
+        adapters.append(LoRARequest(name, CONFIGURED_FROM + number, path))
+    return adapters
 
 
 class WeightTransferInitRequest(msgspec.Struct, omit_defaults=True):

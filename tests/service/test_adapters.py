@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Service:
     decode: AsyncLLM
     pools: PoolClient
     folder: Path
+    at: tuple[str, str]
+    """The addresses of the engines."""
 
     async def answer(self, adapter: str | None, prompt: list[int] = PROMPT) -> RequestOutput:
         params = SamplingParams(temperature=0.0, max_tokens=LENGTH)
@@ -65,7 +67,7 @@ async def service(
     pools.start()
     try:
         await healthy(pools)
-        yield Service(prefill, decode, pools, folder)
+        yield Service(prefill, decode, pools, folder, (at_p, at_d))
     finally:
         pools.shutdown()
         prefill.shutdown()
@@ -95,7 +97,7 @@ async def test_routers_learn_which_adapters_are_loaded(service: Service, eventua
         await engine.add_lora(service.pools.adapters["two"])
     await eventually(lambda: all(row.adapters.has("two", time.monotonic()) for row in rows))
     for engine in (service.prefill, service.decode):
-        assert await engine.remove_lora(2)
+        assert await engine.remove_lora(service.pools.adapters["two"].lora_int_id)
     await eventually(lambda: not any(row.adapters.has("two", time.monotonic()) for row in rows))
     for engine in (service.prefill, service.decode):
         stats = await engine.refresh_stats()
@@ -103,12 +105,29 @@ async def test_routers_learn_which_adapters_are_loaded(service: Service, eventua
         assert stats.seconds_loading_adapters > 0
 
 
+async def test_a_router_of_another_configuration_means_the_same_adapters(
+    service: Service, keys_dir: Path
+) -> None:
+    """As in a rollout that removes `one`: engines and the other router still have it."""
+    expected = (await service.answer("two")).outputs[0].token_ids
+    model, keys = str(service.folder / "base"), read_keys(keys_dir)
+    two = {"two": str(service.folder / "two")}
+    newer = make_router(model, *service.at, lambda: [keys], lora_modules=two)
+    newer.start()
+    try:
+        await healthy(newer)
+        answer = await replace(service, pools=newer).answer("two")
+        assert answer.outputs[0].token_ids == expected
+    finally:
+        newer.shutdown()
+
+
 async def test_contract_B10_other_files_under_one_name_exchange_no_kv(service: Service) -> None:
     """Prefill has loaded the adapter before its files changed; decode reads the new ones."""
-    await service.prefill.remove_lora(1)
-    await service.decode.remove_lora(1)
-    params = SamplingParams(temperature=0.0, max_tokens=1)
     one = service.pools.adapters["one"]
+    await service.prefill.remove_lora(one.lora_int_id)
+    await service.decode.remove_lora(one.lora_int_id)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
     assert [o async for o in service.prefill.generate([1], params, "warm", lora_request=one)]
     save_adapter(service.folder / "one", 3)
     before = await service.received()

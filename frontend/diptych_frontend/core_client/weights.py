@@ -17,6 +17,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.arrays import MAX_FRAMES
 from diptych_protocol.control_calls import FILES_TIMEOUT_S
+from diptych_protocol.weights import CONFIGURED_FROM
 from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_ARRAYS = MAX_FRAMES - 1
@@ -88,7 +89,8 @@ class CoreWeights(CoreHealth, ControlledClient):
         for name, adapter in list(self._adapters.items()):
             if adapter.lora_int_id == lora_id:
                 del self._adapters[name]
-                self._highest_removed_id = max(self._highest_removed_id, lora_id)
+                if lora_id < CONFIGURED_FROM:
+                    self._highest_removed_id = max(self._highest_removed_id, lora_id)
         return await super().remove_lora(lora_id)
 
     async def load_adapter(self, name: str, path: str) -> LoRARequest:
@@ -103,7 +105,8 @@ class CoreWeights(CoreHealth, ControlledClient):
                 )
             taken = {adapter.lora_int_id for adapter in self._adapters.values()}
             taken |= await self.list_loras() | {self._highest_removed_id}
-            adapter = LoRARequest(name, max(taken) + 1, path)
+            highest = max(number for number in taken if number < CONFIGURED_FROM)
+            adapter = LoRARequest(name, highest + 1, path)
             await self.add_lora(adapter)
             return adapter
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from diptych_engine.control.core import EngineCore
 from diptych_protocol import InvalidRequestError, LoRARequest
+from diptych_protocol.weights import numbered
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 LENGTH = 12
@@ -174,9 +175,11 @@ def test_contract_C19_one_id_is_one_adapter(engine: MakeCore, adapter: Any) -> N
 def test_contract_C19_adapters_of_the_configuration_are_there_from_the_start(
     engine: MakeCore, folder: Path, expected: list[list[int]]
 ) -> None:
-    core = engine(lora_modules={"first": str(folder / "1"), "second": str(folder / "2")})
-    assert core.call("list_loras", []) == [1, 2]
-    assert ask(core, LoRARequest("first", 1, str(folder / "1"))) == expected[1]
+    modules = {"first": str(folder / "1"), "second": str(folder / "2")}
+    first, second = numbered(modules)
+    core = engine(lora_modules=modules)
+    assert core.call("list_loras", []) == [first.lora_int_id, second.lora_int_id]
+    assert ask(core, first) == expected[1]
     with pytest.raises(InvalidRequestError, match="No such file"):
         engine(lora_modules={"first": "/nowhere"})
     with pytest.raises(InvalidRequestError, match="the model's own name"):
