@@ -27,7 +27,7 @@ from cluster_kit.charts import (
     only,
     read_yaml,
 )
-from cluster_kit.crds import ENVIRONMENT
+from cluster_kit.crds import program
 from waits import PATIENCE_S
 
 from diptych_operator.api.crd import VERSION_ANNOTATION
@@ -274,7 +274,7 @@ def test_a_service_older_than_a_limit_can_be_stopped_annotated_and_deleted(
         "oldObject": json_to_cel({"spec": before} if before else None),
     }
     conditions = [each["expression"] for each in policy["spec"].get("matchConditions", ())]
-    programs = [ENVIRONMENT.program(ENVIRONMENT.compile(text)) for text in conditions]
+    programs = [program(text) for text in conditions]
     assert all(program.evaluate(known) for program in programs) == judged
 
 

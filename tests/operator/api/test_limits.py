@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from celpy.adapter import json_to_cel
-from cluster_kit.crds import ENVIRONMENT, inference_service
+from cluster_kit.crds import inference_service, program
 from cluster_kit.reconciling import Store, one_pass
 
 from diptych_operator.api.base import SpecError
@@ -26,10 +26,7 @@ DEFAULT: Listed = {
 @cache
 def programs() -> list[tuple[Any, str]]:
     """The policy's validations, compiled, and their messages."""
-    return [
-        (ENVIRONMENT.program(ENVIRONMENT.compile(rule["expression"])), rule["message"])
-        for rule in validations()
-    ]
+    return [(program(rule["expression"]), rule["message"]) for rule in validations()]
 
 
 def by_policy(spec: dict[str, Any], listed: Listed, about: str = "") -> list[str]:
@@ -37,8 +34,8 @@ def by_policy(spec: dict[str, Any], listed: Listed, about: str = "") -> list[str
     `about` in their message: each takes milliseconds."""
     lists = {**msgspec.to_builtins(Allowed()), **listed}
     known = {"object": json_to_cel({"spec": spec}), "variables": json_to_cel(lists)}
-    return [message for program, message in programs()
-            if about in message and not program.evaluate(known)]  # fmt: skip
+    return [message for validation, message in programs()
+            if about in message and not validation.evaluate(known)]  # fmt: skip
 
 
 def by_operator(spec: dict[str, Any], listed: Listed) -> SpecError | None:
