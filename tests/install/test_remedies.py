@@ -161,12 +161,16 @@ def test_each_option_and_module_that_a_message_tells_to_type_is_there() -> None:
 
 
 FIELD = re.compile(r"\bspec((?:\.[a-zA-Z0-9]+\b(?!\())+)")
-CRDS = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
+
+
+@cache
+def crds() -> list[dict[str, Any]]:
+    return [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
 
 
 def schemas() -> Iterator[dict[str, Any]]:
     """What `spec` is in messages: in a resource of ours, a pod, a Deployment, a CRD."""
-    for crd in CRDS:
+    for crd in crds():
         for version in crd["spec"]["versions"]:
             yield version["schema"]["openAPIV3Schema"]["properties"]["spec"]
     for kind in ("V1PodSpec", "V1DeploymentSpec", "V1CustomResourceDefinitionSpec"):

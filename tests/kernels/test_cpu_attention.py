@@ -167,7 +167,7 @@ def test_how_a_prompt_is_cut_changes_no_bit(
         block_size=16,
         window=window,
         has_sinks=has_sinks,
-        head_dim=32,
+        head_dim=64,
         kv_dtype=kv_dtype,
     )
     metadata, attend = whole.metadata, partial(attend, sinks=whole.sinks)
@@ -192,7 +192,7 @@ def test_how_a_prompt_is_cut_changes_no_bit(
 def test_a_nan_reaches_the_tokens_of_a_chunk_that_see_it(
     attend: Callable[..., Tensor], half: int, kv_dtype: torch.dtype
 ) -> None:
-    batch = Batch([(90, 90), (40, 40)], head_dim=32, kv_dtype=kv_dtype)
+    batch = Batch([(90, 90), (40, 40)], head_dim=64, kv_dtype=kv_dtype)
     block = batch.metadata.block_tables[0, 66 // 4]
     batch.kv_layer[block, half, 66 % 4] = torch.nan
     attended = attend(batch.queries, batch.kv_layer, batch.metadata)
