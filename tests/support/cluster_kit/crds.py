@@ -690,7 +690,7 @@ def _shortened(tree: celpy.Expression[Any]) -> celpy.Expression[Any]:
     while tree.data in PASS_ON and len(tree.children) == 1:
         tree = tree.children[0]
     children = [_shortened(x) if isinstance(x, celpy.Expression) else x for x in tree.children]
-    return celpy.Expression(tree.data, children, tree.meta)
+    return celpy.Expression(str(tree.data), children, tree.meta)  # compared at each visit, too
 
 
 def _as_cel(value: Any, schema: dict[str, Any]) -> Any:
