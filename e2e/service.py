@@ -13,7 +13,8 @@ from e2e.traffic import Client
 KIND = "inferenceservices.diptych.dev"
 REVISION_LABEL = "diptych.dev/revision"
 CHILD_KINDS = (
-    "deployments,configmaps,secrets,services,serviceaccounts,poddisruptionbudgets,networkpolicies"
+    "deployments,daemonsets,configmaps,secrets,services,serviceaccounts,poddisruptionbudgets,"
+    "networkpolicies"
 )
 ENGINE_ROLES = ("prefill", "decode")
 ROLES = (*ENGINE_ROLES, "router")

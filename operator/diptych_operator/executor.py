@@ -40,7 +40,9 @@ from diptych_protocol.router_settings import Serving
 log = logging.getLogger(__name__)
 
 
-OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND, POOL_KIND, HTTP_ROUTE_KIND)
+OPTIONAL_KINDS = (
+    "PodDisruptionBudget", "NetworkPolicy", "DaemonSet", SCALER_KIND, POOL_KIND, HTTP_ROUTE_KIND,
+)  # fmt: skip
 """Shared objects of these kinds are deleted when they are no longer rendered. Objects of other
 kinds never are: an engine's Deployment that has lost its revision label would look the same."""
 

@@ -68,6 +68,7 @@ from diptych_operator.status.observed import (
     foreign,
     observe,
     pod_view,
+    prefetched,
     seconds_between,
 )
 from diptych_operator.status.progress import deadline_missed, lacks_room
@@ -311,7 +312,9 @@ class Reconciler:
         polled = await self._routers.poll(asked, tokens)
         observed = observe(deployments, pods, polled.reports, polled.unreachable)
         missing = await self._referents.missing(service, _foreign(service, views, children, keys))
-        observed = replace(observed, problems=problems, missing=missing)
+        observed = replace(
+            observed, problems=problems, missing=missing, prefetched=prefetched(children.values())
+        )
         lost = frozenset({keys.previous} if older is None else ())
         snapshot = ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
         self._routers.follow(key, asked if snapshot.asleep else [], tokens)

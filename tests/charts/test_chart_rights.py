@@ -18,6 +18,7 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("diptych.dev", "poolscalers"): ("get", "list", "watch", "create", "delete"),
     ("diptych.dev", "poolscalers/status"): ("patch",),
     ("apps", "deployments"): MANAGED,
+    ("apps", "daemonsets"): MANAGED,
     ("", "services"): MANAGED,
     ("", "configmaps"): MANAGED,
     ("", "serviceaccounts"): MANAGED,

@@ -42,6 +42,7 @@ def raw(generation: int = 7, observed: int = 7, **conditions: tuple[str, str, st
                 "verifiedRevision": "aaaaaaaa", "verifiedAt": SINCE, "verifiedEngines": 3,
                 "blocks": 16, "bytes": 1_200_000, "milliseconds": 4, "transport": "tcp",
             },
+            "prefetched": "3/5",
             "rollout": {"phase": "Progressing", "message": "one by one"},
             "conditions": [
                 {"type": kind, "status": status, "reason": reason, "message": message,
@@ -104,6 +105,7 @@ def test_the_details_say_everything() -> None:
         "http://svc-router.ns.svc:8000/v1",
         "aaaaaaaa -> bbbbbbbb",
         "Progressing: one by one",
+        "3/5 nodes",
         "16 blocks, 1.2 MB in 4.0 ms over tcp, 3 engines verified at 2026-11-21T07:00:00Z",
         "decode   2/2    2        3",
         "(model: [x] does not exist)",

@@ -22,7 +22,7 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
   resources: [poolscalers/status]
   verbs: [patch]
 - apiGroups: [apps]
-  resources: [deployments]
+  resources: [deployments, daemonsets]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]

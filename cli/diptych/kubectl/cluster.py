@@ -107,7 +107,7 @@ class Cluster:
         kinds = {
             "Deployment": "apis/apps/v1", "ConfigMap": "api/v1", "Service": "api/v1",
             "ServiceAccount": "api/v1", "NetworkPolicy": "apis/networking.k8s.io/v1",
-            "PodDisruptionBudget": f"apis/{policy_api}",
+            "PodDisruptionBudget": f"apis/{policy_api}", "DaemonSet": "apis/apps/v1",
         }  # fmt: skip
         from diptych_operator.kube.client import PLURALS
 

@@ -120,6 +120,8 @@ def details(view: ServiceView) -> RenderableType:
         Text(f"rollout   {_rollout(status)}"),
         Text(f"transfer  {_transfer(status)}"),
     ]
+    if status.prefetched:
+        parts.append(Text(f"prefetch  {status.prefetched} nodes"))
     if not view.reported:
         parts.append(Text(unreported(view), style="yellow"))
     return Group(*parts, Text(), _pools(view), Text(), _conditions(view))

@@ -18,7 +18,7 @@ class ModelCredentials(SpecPart, frozen=True):
         SecretName,
         Meta(
             description="A Secret in this namespace with the keys `token` (hf://, https://), or "
-            "`access-key-id`, `secret-access-key` and, if need be, `session-token`, `region` and "
+            "`access-key-id`, `secret-access-key` and perhaps `session-token`, `region` and "
             "`endpoint` (s3://). Only what fetches sees it.",
         ),
     ]
@@ -50,14 +50,20 @@ class ModelCache(SpecPart, frozen=True):
     host_path: Annotated[
         Annotated[str, Meta(pattern=r"^/.+", max_length=1024, title="an absolute path")] | None,
         Meta(
-            description="A directory on each node, with a folder for each namespace: one download "
-            "a node and namespace."
+            description="A directory on each node, with a folder and one download for each "
+            "namespace."
         ),
     ] = None
     ephemeral: Annotated[
         Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,8}(Mi|Gi|Ti)$", examples=["20Gi"])] | None,
         Meta(description="Most that a pod's own copy may take on its node's disk."),
     ] = None
+    prefetch: Annotated[
+        bool,
+        Meta(
+            description="Have model and images on each node for the pools before an engine comes."
+        ),
+    ] = False
 
 
 _WORD = r"[A-Za-z0-9_.-]+"
@@ -102,7 +108,7 @@ def _is_fetched(model: Model) -> bool:
 REVISION_OF_HF = Rule(
     "!has(self.revision) || self.revision == '' || self.uri.startsWith('hf://')",
     lambda model: not model.revision or model.uri.startswith("hf://"),
-    "is for hf:// models only: no other source has revisions",
+    "is for hf:// models only",
     ".revision",
 )
 CHECKSUM_OF_FILE = Rule(
@@ -114,10 +120,18 @@ CHECKSUM_OF_FILE = Rule(
 CREDENTIALS_OF_FETCHED = Rule(
     f"!has(self.credentials) || {_FETCHED}",
     lambda model: model.credentials is None or _is_fetched(model),
-    "are for hf://, s3:// and https:// models only: nothing else is fetched",
+    "are for hf://, s3:// and https:// models only",
     ".credentials",
 )
-MODEL_RULES = (REVISION_OF_HF, CHECKSUM_OF_FILE, CREDENTIALS_OF_FETCHED)
+PREFETCH_TO_NODES = Rule(
+    f"!self.cache.prefetch || has(self.cache.hostPath) && {_FETCHED}",
+    lambda model: (
+        not model.cache.prefetch or (model.cache.host_path is not None and _is_fetched(model))
+    ),
+    "needs cache.hostPath and a model of hf://, s3:// or https://",
+    ".cache.prefetch",
+)
+MODEL_RULES = (REVISION_OF_HF, CHECKSUM_OF_FILE, CREDENTIALS_OF_FETCHED, PREFETCH_TO_NODES)
 
 
 if TYPE_CHECKING:

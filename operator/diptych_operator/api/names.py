@@ -37,12 +37,14 @@ RENDERED_ANNOTATION = "diptych.dev/rendered"
 """On the router's Deployment: what the pods were rendered for, see `upgrades`."""
 APPLIED_ANNOTATION = "diptych.dev/applied"
 """On every child: a digest of what was last applied."""
-COMPONENT_LABEL = "app.kubernetes.io/component"
+INSTANCE_LABEL, COMPONENT_LABEL = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 """An annotation of Kubernetes: of two ready pods, the one with the lower cost is removed first."""
 CURRENT_KEYS_ANNOTATION = "diptych.dev/current-keys"
 PREVIOUS_KEYS_ANNOTATION = "diptych.dev/previous-keys"
 """On the router's Deployment: the key sets that its pods hold."""
+ENGINE_ANNOTATION = "diptych.dev/engine"
+"""On pods that fetch ahead: the configuration of the engines that they fetch for."""
 CONFIG_HASH_ANNOTATION = "diptych.dev/config-hash"
 """On pod templates, so that a change of configuration replaces the pods."""
 
@@ -163,7 +165,7 @@ def labels(service: Owner, component: str) -> dict[str, str]:
     """Return the recommended Kubernetes labels and our own service label."""
     return {
         "app.kubernetes.io/name": "diptych",
-        "app.kubernetes.io/instance": service.metadata.name,
+        INSTANCE_LABEL: service.metadata.name,
         COMPONENT_LABEL: component,
         MANAGED_BY_LABEL: MANAGED_BY,
         SERVICE_LABEL: mark(service),

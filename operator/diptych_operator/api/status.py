@@ -132,6 +132,9 @@ class Status(_Status, frozen=True):
     prefill: Annotated[PoolStatus, Meta(description="The prefill pool.")] = PoolStatus()
     decode: Annotated[PoolStatus, Meta(description="The decode pool.")] = PoolStatus()
     router: Annotated[PoolStatus, Meta(description="The routers.")] = PoolStatus()
+    prefetched: Annotated[
+        str, Meta(description="Nodes with model and images, of those that are to: 3/5.")
+    ] = ""
     transfer: Annotated[TransferStatus, Meta(description="What the last canary found.")] = (
         TransferStatus()
     )

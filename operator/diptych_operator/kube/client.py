@@ -33,6 +33,7 @@ BURST: Final = 200.0
 
 PLURALS = {
     "ConfigMap": "configmaps",
+    "DaemonSet": "daemonsets",
     "Deployment": "deployments",
     "Event": "events",
     "HTTPRoute": "httproutes",

@@ -80,6 +80,7 @@ def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
     policy_group, policy_version = cluster.policy_api.split("/")
     kinds = {
         "deployments": ("apps", "v1", "deployments"),
+        "daemonsets": ("apps", "v1", "daemonsets"),
         "configmaps": ("", "v1", "configmaps"),
         "service_objects": ("", "v1", "services"),
         "serviceaccounts": ("", "v1", "serviceaccounts"),
@@ -232,7 +233,7 @@ def trimmed(raw: dict[str, Any]) -> Raw:
         spec = raw["spec"]
         keys = [each for each in spec.get("volumes") or () if each.get("name") == KEYS_VOLUME]
         kept["spec"] = {"volumes": keys} if _is_ready(raw) else spec
-    if raw["kind"] in ("Deployment", "Pod", SCALER_KIND, HTTP_ROUTE_KIND):
+    if raw["kind"] in ("Deployment", "DaemonSet", "Pod", SCALER_KIND, HTTP_ROUTE_KIND):
         kept["status"] = raw.get("status") or {}
     return kept
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from diptych_operator.api.base import Object
 from diptych_operator.api.names import ROLES, roles
+from diptych_operator.api.pools import PoolName
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
@@ -19,6 +20,7 @@ from diptych_operator.render.gateway import gateway_objects
 from diptych_operator.render.keys import KeySets, ServiceSecrets, secret
 from diptych_operator.render.model import model_mount
 from diptych_operator.render.pods import engine_objects, router_deployment
+from diptych_operator.render.prefetch import daemon_sets
 from diptych_operator.render.shared import (
     disruption_budget,
     network_policy,
@@ -80,6 +82,9 @@ def render_shared(
     gateway = service.spec.expose.gateway
     if gateway is not None and cluster.has_gateways:
         objects += gateway_objects(service, gateway)
+    if service.spec.model.cache.prefetch:
+        pools = {role: _pool(service, cluster, role, "", keys) for role in service.pools}
+        objects += daemon_sets(service, pools)
     return [*objects, router_deployment(service, routers, keys, config, model)]
 
 
@@ -95,13 +100,24 @@ def render_revision(
 
     in_place: roles whose changed template replaces a pod before there is room for another.
     """
-    render_pool = vllm_objects if service.spec.engine.runtime == "vllm" else engine_objects
     objects: list[Object] = []
     for role in service.pools:
-        model = model_mount(service, role, cluster_has_image_volumes=cluster.has_image_volumes)
         asked = _without_surge(service) if role in in_place else service
-        objects += render_pool(asked, role, name, counts.of(role), keys, model)
+        objects += _pool(asked, cluster, role, name, keys, counts.of(role))
     return sorted(objects, key=lambda item: item["kind"] == "Deployment")
+
+
+def _pool(
+    service: InferenceService,
+    cluster: Cluster,
+    role: PoolName,
+    revision: str,
+    keys: KeySets,
+    count: int = 0,
+) -> list[Object]:
+    render_pool = vllm_objects if service.spec.engine.runtime == "vllm" else engine_objects
+    model = model_mount(service, role, cluster_has_image_volumes=cluster.has_image_volumes)
+    return render_pool(service, role, revision, count, keys, model)
 
 
 def _without_surge(service: InferenceService) -> InferenceService:

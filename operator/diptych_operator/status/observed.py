@@ -112,6 +112,8 @@ class Observed:
     problems: tuple[Problem, ...] = field(default=())
     missing: Mapping[Reference, str] = field(default_factory=dict)
     """Objects to which pods refer and that do not exist, with the remedy for each."""
+    prefetched: str = ""
+    """Nodes that have what is fetched ahead, of those that are to; empty if none is to."""
     lags: bool = False
     """The operator has just changed a Deployment, and this state is from before."""
 
@@ -245,6 +247,19 @@ def deployment_view(raw: Raw) -> DeploymentView:
         failure=failure,
         in_place=not ((spec.get("strategy") or {}).get("rollingUpdate") or {}).get("maxSurge", 1),
     )
+
+
+def prefetched(children: Iterable[Raw]) -> str:
+    """See `Observed`. A node that has an older model, or only a part, has none."""
+    sets = [raw for raw in children if raw["kind"] == "DaemonSet"]
+    found = [raw.get("status") or {} for raw in sets]
+    there = sum(
+        min(status.get("numberReady", 0), status.get("updatedNumberScheduled", 0))
+        for raw, status in zip(sets, found, strict=True)
+        if status.get("observedGeneration", 0) >= raw["metadata"].get("generation", 0)
+    )
+    wanted = sum(status.get("desiredNumberScheduled", 0) for status in found)
+    return f"{there}/{wanted}" if sets else ""
 
 
 def pod_view(raw: Raw) -> PodView:

@@ -78,6 +78,7 @@ def build_status(
         prefill=_pool(seen, "prefill"),
         decode=_pool(seen, "decode"),
         router=_pool(seen, "router"),
+        prefetched=observed.prefetched,
         transfer=seen.transfer,
         rollout=rollout_status(
             step, count(observed, target, seen.transfer, now), previous.rollout, now

@@ -213,19 +213,28 @@ def _alien(kind: str, name: str, namespace: str, labels: dict[str, str]) -> Obje
 
 def test_parts_that_the_spec_switches_off_go_and_come_back(home: Home) -> None:
     namespace = home.namespace
-    namespace.serve("parts", suspend=True)
+    model = {"uri": "hf://org/repo", "cache": {"hostPath": "/nowhere", "prefetch": True}}
+    namespace.serve("parts", suspend=True, model=model, **STUCK)
     namespace.settled("parts")
 
     def kinds() -> set[str]:
         return {kind for kind, _ in namespace.children("parts")}
 
-    off = {"availability": {"podDisruptionBudget": "None"}, "network": {"policy": "None"}}
+    optional = {"DaemonSet", "PodDisruptionBudget", "NetworkPolicy"}
+    off = {
+        "availability": {"podDisruptionBudget": "None"}, "network": {"policy": "None"},
+        "model": {"cache": {"prefetch": False}},
+    }  # fmt: skip
+    until("they are there", lambda: kinds() >= optional)
     namespace.merge("InferenceService", "parts", {"spec": off})
-    until("they are gone", lambda: not kinds() & {"PodDisruptionBudget", "NetworkPolicy"})
+    until("they are gone", lambda: not kinds() & optional)
     assert kinds() == {"Deployment", "ConfigMap", "Service", "ServiceAccount", "Secret"}
-    on = {"availability": {"podDisruptionBudget": "Managed"}, "network": {"policy": "Managed"}}
+    on = {
+        "availability": {"podDisruptionBudget": "Managed"}, "network": {"policy": "Managed"},
+        "model": {"cache": {"prefetch": True}},
+    }  # fmt: skip
     namespace.merge("InferenceService", "parts", {"spec": on})
-    until("they are back", lambda: kinds() >= {"PodDisruptionBudget", "NetworkPolicy"})
+    until("they are back", lambda: kinds() >= optional)
     namespace.delete("InferenceService", "parts")
 
 

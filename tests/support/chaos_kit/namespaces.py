@@ -27,6 +27,7 @@ from diptych_operator.kube.client import object_path
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
 API_VERSIONS = {
     "ConfigMap": "v1",
+    "DaemonSet": "apps/v1",
     "Deployment": "apps/v1",
     "Event": "v1",
     "HTTPRoute": "gateway.networking.k8s.io/v1",
@@ -44,7 +45,7 @@ API_VERSIONS = {
 }
 CHILD_KINDS = (
     *("Deployment", "ConfigMap", "Service", "ServiceAccount"),
-    *("PodDisruptionBudget", "NetworkPolicy", "Secret"),
+    *("DaemonSet", "PodDisruptionBudget", "NetworkPolicy", "Secret"),
 )
 COMMAND_TIMEOUT_S = 60
 SOON_S = 120.0

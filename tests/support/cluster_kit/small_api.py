@@ -18,7 +18,7 @@ OURS = "/apis/diptych.dev/v1alpha1"
 RESOURCES = {
     "/api/v1": ("pods", "services", "configmaps", "serviceaccounts", "events", "namespaces"),
     "/apis/apiextensions.k8s.io/v1": ("customresourcedefinitions",),
-    "/apis/apps/v1": ("deployments",),
+    "/apis/apps/v1": ("deployments", "daemonsets"),
     "/apis/policy/v1": ("poddisruptionbudgets",),
     "/apis/networking.k8s.io/v1": ("networkpolicies",),
     "/apis/coordination.k8s.io/v1": ("leases",),
