@@ -45,12 +45,11 @@ class PartFilledBlocks:
         each with a row for each token."""
         rows = [blocks.reshape(len(blocks), parts, block_size, -1) for blocks in memory]
         self._rows = [blocks.swapaxes(1, 2) for blocks in rows]
-        """Of each rank, [>= num_blocks, block_size, parts, bytes]."""
+        """The KV of each rank, [>= num_blocks, block_size, parts, bytes]."""
         self._table, self._record = table, record_of(block_size)
         self._block_size = block_size
         self._sums: dict[int, tuple[int, int]] = {}
-        """Of the blocks with a record of this core: how many tokens, and the checksum of their KV
-        alone."""
+        """How many tokens of a block this core has recorded, and the checksum of their KV alone."""
 
     def adopt(self, pool: BlockPool, full: Container[int]) -> None:
         """Have a new pool find what the last core has left in blocks that are not known as full."""

@@ -554,7 +554,7 @@ def test_a_core_goes_on_with_what_the_one_before_it_had_computed(tmp_path: Path,
 
 
 def test_streams_of_a_killed_core_compute_one_token_before_they_go_on(tmp_path: Path) -> None:
-    """Of a block that was not full, each token's KV is found; so is that of a client that was not
+    """Each token's KV of a block that was not full is found; so is that of a client that was not
     told of the last one, and of one that asks for something else from some token on."""
     prompts = {f"r{n}": prompt_of(n, 2 * BLOCK + 5 * n) for n in range(1, 4)}
     asked = {name: core_request(name, x, max_tokens=24) for name, x in prompts.items()}
