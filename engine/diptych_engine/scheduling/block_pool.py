@@ -164,7 +164,8 @@ class BlockPool:
                     self.num_remembered -= 1
                     if self.seals is not None:
                         self.seals.used(block, held=True)
-                self._end_part(block)
+                if self._parent_of:
+                    self._end_part(block)
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -281,7 +282,8 @@ class BlockPool:
         return self._parts.get(parent)
 
     def _end_part(self, block: int) -> None:
-        if self._parent_of and (parent := self._parent_of.pop(block, None)) is not None:
+        parent = self._parent_of.pop(block, None)
+        if parent is not None:
             del self._parts[parent]
 
     def forget_all(self, *, even_held: bool = False) -> bool:
@@ -308,7 +310,8 @@ class BlockPool:
             del self._block_of[block_hash]
             self._hash_of[block] = None
             self._note(block_hash, remembered=False)
-        self._end_part(block)
+        if self._parent_of:
+            self._end_part(block)
         if self.seals is not None:  # which may know of what is not remembered yet
             self.seals.forgotten(block)
 
