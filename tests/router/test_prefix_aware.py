@@ -66,7 +66,8 @@ def test_an_answer_goes_on_where_its_kv_was_kept() -> None:
     view = replace(request(50, output=20.0), goes_on=True)
     assert engines(fleet.table.choose(view, 0.0)) == ("p0", "d0")
     fleet.remembers("d0", chain(0, 50))
-    assert engines(fleet.table.choose(replace(view, goes_on=False), 0.0)) == ("p0", "d0")
+    for other in (replace(view, goes_on=False), replace(view, disaggregate="always")):
+        assert engines(fleet.table.choose(other, 0.0)) == ("p0", "d0")
     more = replace(view, prompt_tokens=51 * SIZE)  # of which the last block is not all computed
     assert [fleet.go(more) for _ in range(16)] == [(None, "d0")] * 16  # no stream waits for another
 

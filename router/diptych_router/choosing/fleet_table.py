@@ -161,8 +161,8 @@ class FleetTable:
         if others:
             left_out += [self._rows[key] for key in others if key in self._rows]
         cached, held, tie = self._remembered(request)
-        if request.goes_on and self._may_go_on(request, cached) and how == "always":
-            how = "auto"
+        if request.goes_on and self._may_go_on(request, cached) and not request.disaggregate:
+            how = "auto" if how == "always" else how
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
         loading: dict[Role, Floats] = {}
