@@ -134,9 +134,9 @@ dist: $(VENV)/.test ## the wheel and the sdist, into dist; the wheel is built of
 	rm -rf dist
 	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --out-dir dist
 
-images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster
+images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster; DOCKERFILES=1 by buildah
 	$(BIN)/python -m diptych_kernels
-	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))
+	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(DOCKERFILES),--dockerfiles) $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))
 
 cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an API server, that of $$KUBECONFIG
 	export DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config}; \

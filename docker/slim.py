@@ -7,6 +7,7 @@ or serves what pods of ours do not do; tests/charts/test_built_images.py starts 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,9 @@ NEEDLESS = (
     "**/tests", "torch/test", "torch/bin/test_*", "torch/bin/*Test", "torch/bin/protoc*",
     "torch/lib/*_test.so",
     "torch/_inductor",  # behind torch.compile, which engines do not call
-    # For compilers and linkers.
-    "*/include", "**/*.a", "**/*.la", "numpy/distutils", "numpy/f2py",
+    # For compilers, linkers and type checkers.
+    "*/include", "**/*.a", "**/*.la", "**/*.pyx", "**/*.pxd", "**/*.pyi",
+    "numpy/distutils", "numpy/f2py", "numpy/_core/_simd.*",
     "libucx/bin", "libucx/share", "libucx/lib/ucx/libucx_perftest*",
     # Typed classes, each imported when it is first named: the operator renders plain data. kopf
     # names three.
@@ -34,8 +36,10 @@ NEEDED = tuple(
 )
 COPIED = "libucx/lib/**/*.so*"
 """Wheels hold no links, so a library with three names is there three times."""
-WITH_SYMBOLS = ("torch/lib/*.so", "llvmlite/binding/*.so", "uvloop/*.so")
-"""Libraries of which names for debuggers are a tenth or more. UCX's would not load without them."""
+LIBRARIES = "**/*.so"
+"""Some are to a tenth and more names for debuggers."""
+AS_THEY_ARE = re.compile(r"^libucx/|^[^/]+\.libs/")
+"""Libraries that were changed after they had been linked. UCX's would not load without names."""
 
 
 def slim(site: Path) -> None:
@@ -44,7 +48,11 @@ def slim(site: Path) -> None:
             if str(path.relative_to(site)) not in NEEDED:
                 _remove(path)
     _link_copies(path for path in sorted(site.glob(COPIED)) if not path.is_symlink())
-    files = [str(path) for pattern in WITH_SYMBOLS for path in site.glob(pattern)]
+    files = [
+        str(path)
+        for path in site.glob(LIBRARIES)
+        if not path.is_symlink() and not AS_THEY_ARE.match(str(path.relative_to(site)))
+    ]
     if files and shutil.which("strip"):
         subprocess.run(["strip", "--strip-unneeded", *files], check=True)
 

@@ -43,6 +43,11 @@ class Buildah:
             "--file", str(file), "--tag", reference, str(REPOSITORY), shown=True,
         )  # fmt: skip
 
+    def save(self, reference: str, archive: Path) -> None:
+        """Write the image as `docker save` does, under the name that Docker's hub would give it."""
+        archive.unlink(missing_ok=True)  # an archive is not added to
+        self._ask("push", reference, f"docker-archive:{archive}:docker.io/library/{reference}")
+
     def config(self, reference: str) -> dict[str, Any]:
         """What the image says of its user, environment and program."""
         said = json.loads(self._ask("inspect", "--type", "image", reference))

@@ -6,6 +6,7 @@ is the base (Debian's Python), its Python dependencies, for engine and router th
 last the project's own code. All but the code is kept between runs, by a hash of its recipe.
 
     make images                                                    build all three and load them
+    make images DOCKERFILES=1                                      as docker/*.Dockerfile say
     PYTHONPATH=. python e2e/images.py --only router operator --no-load
 
 The engine's torch comes from PyTorch's index of CPU wheels, if that answers.
@@ -31,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import install
+from e2e.dockerfiles import Buildah
 from e2e.layers import SLIM, pip_install, write_layer
 from e2e.vllm_images import connector_layer, program_layer, vllm_layer
 
@@ -208,6 +210,11 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=COMPONENTS, default=COMPONENTS)
     parser.add_argument("--no-load", action="store_true", help="build only")
     parser.add_argument(
+        "--dockerfiles",
+        action="store_true",
+        help="build what docker/*.Dockerfile say, with Debian's buildah and mmdebstrap, as root",
+    )
+    parser.add_argument(
         "--vllm",
         type=Path,
         metavar="DIR",
@@ -225,6 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     build: Path = arguments.build
     build.mkdir(parents=True, exist_ok=True)
     kube = Kube(arguments.kube.resolve())
+    if arguments.dockerfiles:
+        _as_the_dockerfiles_say(arguments, kube)
+        return 0
     lock: Path = arguments.source / "requirements.lock"
     common = [python_layer(build), code_layer(arguments.source, build)]
     index = install.torch_index(False, install.CPU_INDEX, install.PROBE_S)
@@ -238,11 +248,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         started = time.monotonic()
         reference, archive = f"{name}:{IMAGE_TAG}", build / f"{name.removeprefix('diptych-')}.tar"
         kube.make(reference, archive, layers, site)
-        if not arguments.no_load and not kube.has(reference, archive):
-            kube.load(archive)
-        mebibytes, seconds = archive.stat().st_size >> 20, time.monotonic() - started
-        print(f"{reference}: {mebibytes} MiB in {seconds:.1f} s", flush=True)
+        _load(kube, reference, archive, arguments.no_load, started)
     return 0
+
+
+def _load(kube: Kube, reference: str, archive: Path, no_load: bool, started: float) -> None:
+    if not no_load and not kube.has(reference, archive):
+        kube.load(archive)
+    mebibytes, seconds = archive.stat().st_size >> 20, time.monotonic() - started
+    print(f"{reference}: {mebibytes} MiB in {seconds:.1f} s", flush=True)
+
+
+def build_arguments(component: str) -> Sequence[str]:
+    """What the Dockerfile is to be built with, so that the image has the demo's model."""
+    return ("--build-arg", f"MODEL_PACKAGES={MODEL}") if component in NEEDS_MODEL else ()
+
+
+def _as_the_dockerfiles_say(arguments: argparse.Namespace, kube: Kube) -> None:
+    buildah = Buildah(arguments.build / "buildah")
+    for component in arguments.only:
+        started = time.monotonic()
+        reference = f"diptych-{component}:{IMAGE_TAG}"
+        archive: Path = arguments.build / f"{component}.tar"
+        buildah.build(component, reference, *build_arguments(component))
+        buildah.save(reference, archive)
+        _load(kube, reference, archive, arguments.no_load, started)
 
 
 def _component(

@@ -17,7 +17,7 @@ import yaml
 from browser_kit import served
 from cluster_kit.charts import ROOT
 from e2e.dockerfiles import MISSING, Buildah, enter
-from e2e.images import MODEL
+from e2e.images import build_arguments
 from free_ports import free_port
 from waits import PATIENCE_S, wait_until
 
@@ -37,8 +37,7 @@ EXAMPLE: dict[str, Any] = yaml.safe_load((ROOT / "examples/smollm2.yaml").read_t
 class Image:
     def __init__(self, buildah: Buildah, name: str) -> None:
         reference = f"diptych-tried-{name}"
-        wanted = ("--build-arg", f"MODEL_PACKAGES={MODEL}") if name in ("router", "engine") else ()
-        buildah.build(name, reference, *wanted)
+        buildah.build(name, reference, *build_arguments(name))
         config = buildah.config(reference)
         self.user = config["User"]
         self.environment: list[str] = config["Env"]
