@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.actions import Report
 from diptych_kv_transfer.tables.hinge import Hinge
+from diptych_kv_transfer.tables.lease import LeftLease
 from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
@@ -77,6 +79,7 @@ def open_connector(
     kv_memory: Sequence[Shard],
     geometry: Mapping[str, int] | None = None,
     keys: CurveKeys | None = None,
+    left: Sequence[LeftLease] | None = None,
 ) -> KVConnector:
     """Listen, and start a hinge over the configured transport.
 
@@ -86,6 +89,8 @@ def open_connector(
             engines that listen on loopback, which then exchange KV with any process there.
         geometry: what may differ, by the names of `layout.GEOMETRY`; without it, nothing may.
         kv_memory: the blocks of each rank.
+        left: the leases of former engines that this one goes on with. None: leases end with their
+            engine.
 
     Raises `OSError` when the address is not available, `ValueError` when the memory is not what
     `compat` and `geometry` say, and `InvalidRequestError` when it is to listen for other hosts
@@ -93,15 +98,21 @@ def open_connector(
     """
     config = with_literals(config)
     key = key_of(config, keys)
-    me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}))
-    driver = start_hinge(config, me, kv_memory, key)
+    former = None if left is None else sorted({lease.epoch for lease in left})
+    me = Hello(engine_id, epoch, dict(compat), geometry=dict(geometry or {}), former=former)
+    driver = start_hinge(config, me, kv_memory, key, left or ())
     return KVConnector(me, config, driver, References(key))
 
 
 def start_hinge(
-    config: KVTransferConfig, me: Hello, kv_memory: Sequence[Shard], key: HingeKey
+    config: KVTransferConfig,
+    me: Hello,
+    kv_memory: Sequence[Shard],
+    key: HingeKey,
+    left: Sequence[LeftLease] = (),
 ) -> HingeThread:
-    """Listen, and start the hinge of the engine `me`, whose hosts are addresses already.
+    """Listen, and start the hinge of the engine `me`, whose hosts are addresses already. It has
+    the leases that were left to it before anybody can open them.
 
     Raises what `open_connector` raises for an address or a memory.
     """
@@ -109,6 +120,8 @@ def start_hinge(
     regions = Regions(kv_memory, Layout.of(me.compat, me.geometry), open_transport.reaches)
     transport = open_transport(config.listen_host, config.listen_port, key)
     hinge = make_hinge(config, me, regions.block_bytes if regions.on_device else 0)
+    for lease in left:
+        hinge.leases.adopt(lease, time.monotonic())
     return HingeThread(hinge, transport, regions, hinge.loads.staging_bytes)
 
 

@@ -1,9 +1,10 @@
 """A prefill engine's end of the hinge in its own process, for tests: one JSON command a line.
 
-python prefill_process.py PORT NUM_BLOCKS BLOCK_BYTES LEASE_SECONDS COMPAT GEOMETRY WHERE
+python prefill_process.py PORT NUM_BLOCKS BLOCK_BYTES LEASE_SECONDS COMPAT GEOMETRY WHERE LEFT
 
 COMPAT and GEOMETRY are JSON objects; the geometry says how many ranks there are, each with such
-blocks. WHERE: `host`, or `device`, whose blocks are copied.
+blocks. WHERE: `host`, or `device`, whose blocks are copied. LEFT: a list of the leases that it goes
+on with, or null.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from engine_kit.copied_memory import CopiedMemory
 
-from diptych_kv_transfer import open_connector
+from diptych_kv_transfer import LeftLease, open_connector
 from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.tables.actions import LeaseEnded
 from diptych_protocol import KVTransferConfig
@@ -35,6 +36,7 @@ def main() -> None:
     os.dup2(2, 1)
     port, num_blocks, block_bytes = map(int, sys.argv[1:4])
     compat, geometry = map(json.loads, sys.argv[5:7])
+    left = json.loads(sys.argv[8])
     random, shape = np.random.default_rng(SEED), (num_blocks, block_bytes)
     ranks = range(geometry["tensor_parallel_size"])
     memory = [random.integers(0, 256, shape, np.uint8) for _ in ranks]
@@ -47,6 +49,7 @@ def main() -> None:
         kv_memory=[
             Shard.of(part) if sys.argv[7] == "host" else CopiedMemory(part).shard for part in memory
         ],
+        left=left and [LeftLease(*fields) for fields in left],
     )
     print(json.dumps({"port": connector.port}), file=answers, flush=True)
     ended: dict[str, str] = {}

@@ -20,13 +20,14 @@ from diptych_kv_transfer.tables.actions import (
     Send,
     SendBlocks,
 )
+from diptych_kv_transfer.tables.lease import LeaseState, LeftLease
 from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import LeaseRef
-from diptych_kv_transfer.tables.loads import LoadTable
+from diptych_kv_transfer.tables.loads import RETURN_SECONDS, LoadTable
 from diptych_kv_transfer.tables.messages import FromOwner, FromReader, Hello, decode, encode
 
 ADDRESS = ("10.0.0.1", 5000)
-P_HELLO = Hello("prefill", "p1", {"dtype": "float32"})
+P_HELLO = Hello("prefill", "p1", {"dtype": "float32"}, former=[])
 D_HELLO = Hello("decode", "d1", {"dtype": "float32"})
 LEASE_SECONDS, LOAD_SECONDS = 30.0, 60.0
 
@@ -40,6 +41,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.p = LeaseTable(LEASE_SECONDS)
+        self.hello, self.dead = P_HELLO, False
         self.d = LoadTable(D_HELLO, LOAD_SECONDS)
         self.now = 0.0
         self.to_p: deque[bytes] = deque()
@@ -52,15 +54,42 @@ class Pair:
         """The same of the receives."""
         self.p_memory = dict.fromkeys(BLOCKS, "not computed")
         self.d_memory: dict[int, str] = {}
+        self.left: list[LeftLease] = []
+        """What a killed P has left."""
         self.lease_ended: list[str] = []
         self.load_ended: list[LoadEnded] = []
 
+    def die(self) -> None:
+        """P's core is killed. A granted lease that has not ended outlives it, with its blocks."""
+        if self.dead:
+            return
+        self.dead = True
+        granted = self.p_memory == dict.fromkeys(BLOCKS, "kv")
+        live, self.p = self.p.leases, LeaseTable(LEASE_SECONDS)
+        self.cut()
+        if not granted and not self.lease_ended:
+            self.p_memory = dict.fromkeys(BLOCKS, "another request's")
+            self.lease_ended.append("died")
+        if not live or not granted:
+            self.p.counts[LeaseState.PROMISED] = 1  # nobody will compute the prompt again
+        self.left = [LeftLease("lease", "p1", "digest", BLOCKS)] if live and granted else []
+
+    def rise(self) -> None:
+        if not self.dead:
+            return
+        self.dead = False
+        self.hello = Hello("prefill", "p2", P_HELLO.compat, former=[x.epoch for x in self.left])
+        for lease in self.left:
+            self.p.adopt(lease, self.now)
+
     def promise(self) -> None:
-        if not self.p.counts:
+        if not self.p.counts and not self.dead:
             self.do_p(self.p.promise("lease", "request", len(BLOCKS), "digest", self.now))
 
     def compute(self) -> None:
         """One block more, and P says so; with the last one the lease is granted."""
+        if self.dead:
+            return
         self.promise()
         ready = sum(kv == "kv" for kv in self.p_memory.values()) + 1
         if self.lease_ended or ready > len(BLOCKS):
@@ -81,9 +110,12 @@ class Pair:
         for action in actions:
             match action:
                 case Connect(address):
+                    if self.dead:
+                        self.do_d(self.d.connect_failed(address, "nobody is there", self.now))
+                        continue
                     self.connection += 1
                     self.up = True
-                    self.to_d.append(encode(P_HELLO))
+                    self.to_d.append(encode(self.hello))
                     self.do_d(self.d.connected(address, self.connection, self.now))
                 case Send(_, message):
                     self.to_p.append(encode(message))
@@ -147,7 +179,7 @@ class Pair:
         self.to_p.clear()
         self.to_d.clear()
         self.do_p(self.p.peer_lost(self.connection))
-        self.do_d(self.d.peer_lost(self.connection))
+        self.do_d(self.d.peer_lost(self.connection, self.now))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -156,6 +188,7 @@ class Pair:
 
     def settle(self) -> None:
         """Let P finish and everything arrive that still can, then let all deadlines pass."""
+        self.rise()
         for _ in range(50):
             self.compute()
             self.deliver_to_p()
@@ -174,6 +207,9 @@ FAULTS: dict[str, Callable[[Pair], None]] = {
     "to D twice": lambda pair: pair.deliver_to_d(2),
     "blocks": Pair.move_blocks,
     "cut": Pair.cut,
+    "die": Pair.die,
+    "rise": Pair.rise,
+    "wait 1": lambda pair: pair.wait(1.0),
     "cancel": lambda pair: pair.do_d(pair.d.cancel("request", pair.now)),
     "adopt": lambda pair: pair.do_d(pair.d.adopt("request", pair.now)),
     "revoke": lambda pair: pair.do_p(pair.p.revoke("lease")),
@@ -198,6 +234,31 @@ def test_an_undisturbed_hand_off_releases_the_lease_and_succeeds(computed: int) 
         pair.move_blocks()
     assert pair.lease_ended == ["released"]
     assert [ended.ok for ended in pair.load_ended] == [True]
+
+
+@pytest.mark.parametrize("point", range(1, 10))
+@pytest.mark.parametrize("away", [0.0, RETURN_SECONDS / 2])
+def test_an_engine_that_dies_after_the_grant_and_returns_costs_no_load(
+    point: int, away: float
+) -> None:
+    pair = Pair()
+    for _ in BLOCKS:
+        pair.compute()
+    pair.start()
+    for _ in range(point):
+        pair.deliver_to_p()
+        pair.deliver_to_d()
+        pair.move_blocks()
+    released = pair.lease_ended == ["released"]
+    pair.die()
+    pair.wait(away)
+    pair.rise()
+    pair.wait(RETURN_SECONDS / 4)
+    pair.settle()
+    assert pair.lease_ended == ["released"]
+    ended = [load.ok for load in pair.load_ended]
+    assert ended == [True] or released, "P may die with the news that the lease was held"
+    assert len(ended) == 1
 
 
 @given(st.lists(st.sampled_from(sorted(FAULTS)), max_size=40), st.booleans())

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ import pytest
 from engine_kit.copied_memory import CopiedMemory
 from waits import PATIENCE_S, Deadline, source_of
 
-from diptych_kv_transfer import LoadEnded, open_connector
+from diptych_kv_transfer import LeftLease, LoadEnded, open_connector
 from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
@@ -58,13 +59,18 @@ class Prefill:
     """A prefill engine's hinge in another process."""
 
     def __init__(
-        self, port: int = 0, lease_seconds: float = 30.0, big: bool = False, where: Where = "host"
+        self,
+        port: int = 0,
+        lease_seconds: float = 30.0,
+        big: bool = False,
+        where: Where = "host",
+        left: list[LeftLease] | None = None,
     ) -> None:
         self.block_bytes = BLOCK_BYTES * (40 if big else 1)
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), str(port), str(NUM_BLOCKS), str(self.block_bytes),
              str(lease_seconds), json.dumps(compat_of(self.block_bytes)), json.dumps(GEOMETRY),
-             where],
+             where, json.dumps(left and [astuple(lease) for lease in left])],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.granted = 0
@@ -302,6 +308,43 @@ def test_a_prefill_engine_killed_in_mid_read_fails_the_load_and_its_successor_se
         assert not decode.load(stale, [0], [0], request_id="stale").ok
         assert np.array_equal(decode.memory, untouched)
         assert decode.load(second.grant([1, 2]), [0, 1], [8, 9], request_id="fresh").ok
+    finally:
+        first.kill()
+        decode.connector.close()
+        if second is not None:
+            second.kill()
+
+
+@pytest.mark.parametrize("tls", ["all", "tcp"])
+def test_a_load_goes_on_with_the_engine_that_has_the_leases_of_a_killed_one(
+    tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything comes again, over a new connection, from memory that is registered anew."""
+    monkeypatch.setenv("UCX_TLS", tls)
+    monkeypatch.setattr("diptych_kv_transfer.tables.loads.RETURN_SECONDS", PATIENCE_S)
+    first = Prefill(big=True, left=[LeftLease("0" * 32, "none", "", [0])])
+    decode = Decode(first.block_bytes, load_timeout_s=PATIENCE_S)
+    second = None
+    try:
+        everything = list(range(NUM_BLOCKS))
+        lease = first.grant(everything)
+        decode.start(lease, everything, everything)
+        deadline = Deadline("the first bytes")
+        while not decode.memory[0, 0]:
+            deadline.check()
+            time.sleep(0.001)
+        first.kill()
+        left = LeftLease(
+            lease.lease_id or "", lease.epoch or "", lease.tokens_digest or "", everything
+        )
+        decode.memory[:] = 0
+        second = Prefill(port=first.port, big=True, left=[left])
+        ended = decode.wait()
+        assert ended.ok, ended.reason
+        size = NUM_BLOCKS, first.block_bytes
+        assert np.array_equal(
+            decode.memory, np.random.default_rng(SEED).integers(0, 256, size, np.uint8)
+        )
     finally:
         first.kill()
         decode.connector.close()

@@ -225,7 +225,7 @@ def test_a_fence_gives_the_room_to_a_load_from_another_engine() -> None:
     assert loads.start("other", other, "digest", 2, {0: 1}, 20, 30.0) == []
     loads.tick(60.0)
     assert Fence(PEER) in loads.tick(65.0)
-    ended, stage, opened = loads.peer_lost(PEER)
+    ended, stage, opened = loads.peer_lost(PEER, 1.0)
     assert ended == LoadEnded("stalled", False, "no hand-off within 60 s")
     assert isinstance(stage, Stage)
     assert opened == Send(PEER + 1, Open("other", "digest", 2, [(0, 2)]))

@@ -204,6 +204,7 @@ ELSEWHERE = {
     "engine/diptych_engine/models/packed_file.py": "our own, with digests; test_packed_file.py",
     "engine/diptych_engine/handoff/kept_blocks.py": "our own, with sums; test_kept_blocks.py",
     "engine/diptych_engine/handoff/part_filled_blocks.py": "our own; test_kept_blocks.py",
+    "engine/diptych_engine/handoff/kept_leases.py": "our own, with sums; test_kept_blocks.py",
     "frontend/diptych_frontend/api_docs/document.py": "our own schema",
     "frontend/diptych_frontend/batches_api/batch_store.py": "our own state on the disk",
     "frontend/diptych_frontend/batches_api/file_store.py": "our own state on the disk",

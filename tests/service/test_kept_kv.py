@@ -16,10 +16,20 @@ import psutil
 import pytest
 from engine_kit.core import BATCHED
 from free_ports import free_port
-from service_kit import Streaming, all_usable, cores, engine_config, link_of, routing
+from service_kit import (
+    Streaming,
+    all_usable,
+    cores,
+    engine_config,
+    generate,
+    link_of,
+    routing,
+    start_engine,
+)
 from waits import PATIENCE_S
 
-from diptych_protocol import EngineConfig
+from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_protocol import EngineConfig, KVTransferConfig, RequestOutput
 from diptych_router.requests.pool_client import PoolClient
 
 pytestmark = pytest.mark.asyncio
@@ -27,6 +37,8 @@ pytestmark = pytest.mark.asyncio
 STREAMS, LENGTH, TOLD = 16, 200, 40
 IN_BLOCKS = 96
 """Tokens of each prompt that fill blocks."""
+PROMPT = list(range(1000, 1103))
+"""Its last block is not full."""
 MODEL = "dummy://?vocab_size=49152&num_hidden_layers=1&hidden_size=64"
 PROMPTS = [
     f"Chapter {n}. The lighthouse keeper climbed the stairs, and " * 8 for n in range(STREAMS)
@@ -81,6 +93,47 @@ async def test_streams_of_killed_engines_go_on_with_what_was_computed(
             of_p, of_d = [await link_of(client, core).refresh_stats() for core in engines]
             assert of_p.prefix_cache_hits >= STREAMS * IN_BLOCKS
             assert of_d.prefix_cache_hits >= STREAMS * (IN_BLOCKS + TOLD // 16 * 16)
+
+
+async def handed_over(
+    engine: AsyncLLM, max_tokens: int, params: dict[str, Any] | None
+) -> RequestOutput:
+    extra = None if params is None else {"kv_transfer_params": params}
+    return await generate(
+        engine,
+        {"prompt_token_ids": PROMPT},
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        extra_args=extra,
+    )
+
+
+async def test_a_killed_prefill_engine_s_next_core_lends_what_was_granted(
+    keys_dir: Path, tmp_path: Path
+) -> None:
+    hinge = KVTransferConfig(listen_port=free_port())
+    at_p = keeping("prefill-0", tmp_path, kv_transfer=hinge)
+    prefill, _ = await start_engine(at_p, keys_dir)
+    decode, _ = await start_engine(keeping("decode-0", tmp_path, kv_keep=""), keys_dir)
+    try:
+        expected = await handed_over(prefill, TOLD, None)
+        assert await prefill.reset_prefix_cache()
+        lent = await handed_over(prefill, 1, {"do_remote_decode": True})
+        assert prefill.description is not None
+        os.kill(prefill.description.pid, signal.SIGKILL)
+        prefill.shutdown()
+        prefill, _ = await start_engine(at_p, keys_dir)
+        answer = await handed_over(decode, TOLD, lent.kv_transfer_params)
+        assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
+        of_p, of_d = [await engine.refresh_stats() for engine in (prefill, decode)]
+        assert of_d.remote_kv_tokens == len(PROMPT)
+        assert of_p.prompt_tokens_computed == of_d.prompt_tokens_computed == 0
+        assert of_p.kv_transfer is not None
+        assert of_p.kv_transfer.leases_released == of_p.kv_transfer.leases_granted == 1
+        assert not list((tmp_path / "prefill-0").glob("*/*/leases/*"))
+    finally:
+        prefill.shutdown()
+        decode.shutdown()
 
 
 # --- a core that stands by ------------------------------------------------------------------------

@@ -77,7 +77,15 @@ class HandOffs:
         self.store: BlockStore | None = None
         """Keeps blocks on disk; whoever builds the core may set it."""
         self.kept: KeptBlocks | None = None
-        """Keeps blocks for the next core; whoever builds the core may set it."""
+        """Keeps blocks for the next core; see `keep`."""
+
+    def keep(self, kept: KeptBlocks) -> None:
+        """Keep blocks and leases for the next core, and go on with those of the last one. Call
+        before anything is computed; the connector has the leases already."""
+        self.kept = kept
+        for lease in kept.left if self._connector is not None else ():
+            self._lent.begin(lease.lease_id)
+            self._lent.lend(lease.lease_id, lease.block_ids)
 
     # --- requests come and go -----------------------------------------------------------------
 
@@ -312,6 +320,8 @@ class HandOffs:
             request.kv_identity,
             promise.lease_id,
         )
+        if self.kept is not None:
+            self.kept.granted(params)
         return params.to_dict()
 
     # --- the hinge reports --------------------------------------------------------------------
@@ -354,6 +364,8 @@ class HandOffs:
         self._connector.lend_prefix(asked.lease_id, blocks, last_name)
 
     def _lease_ended(self, event: LeaseEnded) -> None:
+        if self.kept is not None:
+            self.kept.leases.ended(event.lease_id)
         self._lent.end(event.lease_id)
         promise = self._promises.get(event.request_id)
         if promise is not None and promise.lease_id == event.lease_id:

@@ -10,7 +10,8 @@ lies a table of seals, with a record for each block:
 A block is sealed when the pool has come to remember it, and its record is emptied when the pool
 forgets it, before anything is written to it. The next core of the same recipe remembers the blocks
 whose checksums are right: those that streams used at once, and most others beside its steps. It
-computes the rest. Blocks that are not full yet have a table of their own (`PartFilledBlocks`).
+computes the rest. Blocks that are not full yet have a table of their own (`PartFilledBlocks`), and
+so have leases (`KeptLeases`).
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from numpy.typing import NDArray
 
 from diptych_engine.execution.kv_memory import reserve
 from diptych_engine.handoff.block_files import take_folder
+from diptych_engine.handoff.kept_leases import Found, KeptLeases
 from diptych_engine.handoff.part_filled_blocks import PartFilledBlocks, record_of
 from diptych_engine.scheduling.block_pool import BlockPool, Name
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.processors import usable_processors
 from diptych_kernels.made_once import clear, is_private, try_lock
+from diptych_kv_transfer import LeftLease
+from diptych_protocol import KVTransferParams
 
 RECORD: Final = struct.Struct("<Q16sII")
 ORDER: Final = struct.Struct("<Q")
@@ -47,8 +51,6 @@ HELD: Final = 1 << 63
 forgotten first, the tail of a prompt, as a pool does."""
 BYTES_AT_ONCE: Final = 16 << 20
 """What is sealed, or looked at, between two steps. It takes 3 to 6 ms, for which messages wait."""
-Found = tuple[bytes, int, int]
-"""What a record says of a block: hash, group, checksum."""
 
 
 class KeptFiles:
@@ -62,6 +64,10 @@ class KeptFiles:
             raise PermissionError(f"others may write to {own}")
         self.folder, self._lock = take_folder(own)
         self.memory_fds = [self._memory_of(rank) for rank in range(ranks)]
+        self.leases = self.folder / "leases"
+        if self.leases.is_symlink() or not self.leases.is_dir():
+            clear(self.leases)
+        self.leases.mkdir(mode=0o700, exist_ok=True)
 
     def _memory_of(self, rank: int) -> int:
         path = self.folder / f"memory-{rank}"
@@ -125,7 +131,11 @@ class KeptBlocks:
         """Blocks to be sealed, with what their records will say."""
         geometry = repr([blocks.shape for blocks in memory]).encode()
         self._fingerprint = hashlib.sha256(recipe + geometry).digest()
-        self.adopted: list[int] = []
+        self.leases = KeptLeases(files.leases)
+        self.left: list[LeftLease] = []
+        """Open leases that the last core has left, all of whose blocks are right. Nobody may have a
+        block of this pool before whoever builds the core holds them."""
+        self.adopted: dict[int, Found] = {}
         """Blocks that the last core has left, and that are right."""
         self.unseen: dict[int, Found] = {}
         """Blocks that it has left, and that nobody has looked at or used yet."""
@@ -134,6 +144,7 @@ class KeptBlocks:
             left = self._adopt()
         else:
             self._table[: RECORD.size] = bytes(RECORD.size)
+            self.leases.clear()
             if self._part_filled is not None:
                 self._part_filled.clear()
         self._write_anew(left)
@@ -159,8 +170,13 @@ class KeptBlocks:
         for (block, about), right in zip(held.items(), answers, strict=True):
             self._judge(block, about, right=right)
         self._look()
+        self.left = self.leases.take(self._pool.num_blocks, self._is_right)
+        lent = {block for lease in self.left for block in lease.block_ids}
+        for block in lent & self.unseen.keys():  # the last core was killed before it held them
+            seal = self.unseen.pop(block)
+            self._judge(block, seal, right=self._is_right(block, seal))
         if self._part_filled is not None:
-            self._part_filled.adopt(self._pool, full={*self.unseen, *self.adopted})
+            self._part_filled.adopt(self._pool, others={*self.unseen, *self.adopted, *lent})
         return [block for _, block, _ in sealed]
 
     def _look(self) -> None:
@@ -170,12 +186,19 @@ class KeptBlocks:
 
     def _is_right(self, block: int, found: Found) -> bool:
         block_hash, group, checksum = found
-        return self._checksum(block, block_hash, group) == checksum
+        known = self.adopted.get(block) == found
+        return known or self._checksum(block, block_hash, group) == checksum
+
+    def _seal_of(self, block: int, other: Found) -> Found:
+        """Return a block's seal; if it has none, the other one, with a checksum."""
+        order, *found = RECORD.unpack_from(self._table, _place(block))
+        block_hash, group, checksum = found if order else other
+        return block_hash, group, checksum if order else self._checksum(block, block_hash, group)
 
     def _judge(self, block: int, found: Found, *, right: bool) -> None:
         block_hash, group, _ = found
         if right and self._pool.adopt(block, (block_hash, group) if group else block_hash):
-            self.adopted.append(block)
+            self.adopted[block] = found
         else:
             ORDER.pack_into(self._table, _place(block), 0)
 
@@ -226,10 +249,16 @@ class KeptBlocks:
             block_hash, group = (name, 0) if isinstance(name, bytes) else name
             checksum = self._checksum(block, block_hash, group)
             RECORD.pack_into(self._table, _place(block), order, block_hash, group, checksum)
+        self.leases.write(self._unsealed, self._seal_of)
         if not self._unsealed:
             self._look()
         if self._unsealed or self.unseen:
             os.eventfd_write(self.wake_fd, 1)
+
+    def granted(self, params: KVTransferParams) -> None:
+        """Have the next core go on with a lease that was granted."""
+        self.leases.granted(params)
+        os.eventfd_write(self.wake_fd, 1)  # there may be no step for long
 
     def seal_more(self) -> None:
         """Call when `wake_fd` is readable."""

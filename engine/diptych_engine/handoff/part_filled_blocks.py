@@ -51,12 +51,13 @@ class PartFilledBlocks:
         self._sums: dict[int, tuple[int, int]] = {}
         """How many tokens of a block this core has recorded, and the checksum of their KV alone."""
 
-    def adopt(self, pool: BlockPool, full: Container[int]) -> None:
-        """Have a new pool find what the last core has left in blocks that are not known as full."""
+    def adopt(self, pool: BlockPool, others: Container[int]) -> None:
+        """Have a new pool find what the last core has left in blocks that are no `others`, which
+        are full, or lent."""
         records = np.frombuffer(self._table, np.uint8).reshape(-1, self._record.size)
         counts = records[:, COUNT : COUNT + 4].copy().view("<u4")
         for block in map(int, np.flatnonzero(counts)):
-            if block in full or not self._adopt_one(pool, block):
+            if block in others or not self._adopt_one(pool, block):
                 self.forgotten(block)
 
     def _adopt_one(self, pool: BlockPool, block: int) -> bool:

@@ -121,6 +121,27 @@ def start_runner(
     return start(config, source, kv_memory_fds=take), taken[0]
 
 
+def keep_blocks(
+    config: EngineConfig,
+    files: KeptFiles,
+    recipe: bytes,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+) -> KeptBlocks:
+    """Adopt what a former engine has left in these files, and keep what this one computes. Raises
+    `InvalidRequestError` if there is no room."""
+    of_one_kind = not runner.kv_groups.windowed and runner.drafter is None
+    rows = (2 * runner.layers_per_block, config.block_size) if of_one_kind else None
+    kept = KeptBlocks(files, as_bytes(runner.kv_memory()), scheduler.pool, recipe, rows)
+    log.info(
+        "%d of %d KV blocks and %d open leases were left by a former engine",
+        len(kept.adopted) + len(kept.unseen),
+        runner.num_blocks,
+        len(kept.left),
+    )
+    return kept
+
+
 def kept_on_disk(
     config: EngineConfig, recipe: bytes, runner: ModelRunner, scheduler: Scheduler
 ) -> BlockStore:
@@ -229,6 +250,8 @@ def build_core(
         encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )
+    recipe = recipe_of(config, source, description) if files or config.kv_disk_bytes else b""
+    kept = None if files is None else keep_blocks(config, files, recipe, runner, scheduler)
     connector = mark = None
     if config.kv_transfer is not None:
         kv_memory, mark = for_the_hinge(runner.kv_memory(), config.kv_transfer.staging)
@@ -243,6 +266,7 @@ def build_core(
                 "tensor_parallel_size": config.tensor_parallel_size,
             },
             keys=keys,
+            left=None if kept is None else kept.left,
         )
         description.kv_transfer_host = connector.host
         description.kv_transfer_port = connector.port
@@ -255,17 +279,8 @@ def build_core(
     core.weights.reset(sample)
     if runner.routed is not None:
         core.hand_offs.before_load = runner.routed.forget
-    recipe = recipe_of(config, source, description) if files or config.kv_disk_bytes else b""
-    if files is not None:
-        of_one_kind = not runner.kv_groups.windowed and runner.drafter is None
-        rows = (2 * runner.layers_per_block, config.block_size) if of_one_kind else None
-        kept = KeptBlocks(files, as_bytes(runner.kv_memory()), scheduler.pool, recipe, rows)
-        log.info(
-            "%d of %d KV blocks were left by a former engine",
-            len(kept.adopted) + len(kept.unseen),
-            runner.num_blocks,
-        )
-        core.hand_offs.kept = kept
+    if kept is not None:
+        core.hand_offs.keep(kept)
         core.watched[kept.wake_fd] = kept.seal_more
     if config.kv_disk_bytes:
         store = kept_on_disk(config, recipe, runner, scheduler)

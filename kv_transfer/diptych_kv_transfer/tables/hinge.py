@@ -56,7 +56,7 @@ class Hinge:
                     return [Send(peer, self.me)]
                 return self.loads.connected(address, peer, now)
             case ConnectFailed(address, reason):
-                return self.loads.connect_failed(address, reason)
+                return self.loads.connect_failed(address, reason, now)
             case Received(peer, data):
                 return self._receive(peer, data, now)
             case TransferEnded(SendKey(tag, lease_id)):
@@ -67,7 +67,7 @@ class Hinge:
                 raise TypeError(f"{key!r} is the key of no transfer that was asked for")
             case PeerLost(peer):
                 self.greeted.discard(peer)
-                return [*self.leases.peer_lost(peer), *self.loads.peer_lost(peer)]
+                return [*self.leases.peer_lost(peer), *self.loads.peer_lost(peer, now)]
 
     def tick(self, now: float) -> list[Action]:
         """Return the actions that are due because time has passed."""

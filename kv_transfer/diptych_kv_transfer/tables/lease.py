@@ -37,6 +37,16 @@ TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LeftLease:
+    """A granted lease that an engine has left to the next one, which has all of its blocks."""
+
+    lease_id: str
+    epoch: str
+    digest: str
+    block_ids: list[int]
+
+
 @dataclass(slots=True)
 class Lease:
     """The right of an engine that knows the lease's id and tokens to read some blocks."""

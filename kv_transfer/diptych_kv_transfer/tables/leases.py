@@ -30,7 +30,14 @@ from dataclasses import dataclass, field, replace
 from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded, Peer, Send, SendBlocks
 from diptych_kv_transfer.tables.claims import Claim
 from diptych_kv_transfer.tables.early_opens import MAX_EARLY_RUNS, EarlyOpens
-from diptych_kv_transfer.tables.lease import AT_ONCE, LIVE, NEVER, Lease, LeaseState
+from diptych_kv_transfer.tables.lease import (
+    AT_ONCE,
+    LIVE,
+    NEVER,
+    Lease,
+    LeaseState,
+    LeftLease,
+)
 from diptych_kv_transfer.tables.messages import (
     Close,
     Closed,
@@ -113,6 +120,11 @@ class LeaseTable:
                 lease.become(LeaseState.READING)
             actions += self._send_ready(lease)
         return actions
+
+    def adopt(self, left: LeftLease, now: float) -> None:
+        """Go on with a lease that nobody has opened here yet. Its time begins anew."""
+        self.promise(left.lease_id, "", len(left.block_ids), left.digest, now)
+        self.grant(left.lease_id, left.block_ids, now)
 
     def lend_prefix(
         self, lease_id: str, block_ids: list[int], last_name: bytes, now: float

@@ -148,6 +148,10 @@ class Load:
     """The load was given up or was overdue once. If it is overdue again, the connection is cut."""
     problem: str = ""
     """Why the load cannot succeed any more; empty if it can."""
+    at_first: dict[int, int] = field(default_factory=dict)
+    """What was wanted at first."""
+    back_by: float = NEVER
+    """When the prefill engine that was lost must be back; infinity: it was not lost."""
 
     def fit_to(self, theirs: Hello, mine: Hello, copied_block_bytes: int = 0) -> None:
         """Plan how to receive from an engine for which `mismatch` found no problem.
@@ -166,6 +170,13 @@ class Load:
             self.staging = plan_staging(there, here, self.wanted, self.num_tokens)
         if self.staging is not None:
             self.wanted = self.staging.places
+
+    def begin_again(self) -> None:
+        """Forget what has come from an engine that was lost: the next one sends it all again."""
+        self.state, self.asked, self.last_chance, self.problem = LoadState.OPENING, False, False, ""
+        self.staging, self.wanted = None, dict(self.at_first)
+        self.batches.clear()
+        self.receiving.clear()
 
     @property
     def staged(self) -> bool:
@@ -288,11 +299,13 @@ def coalesce(wanted: dict[int, int]) -> list[Run]:
     return runs
 
 
-def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello) -> str:
-    """Return why the answering engine is not the lease's or is incompatible; empty if it fits."""
+def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello, *, granted: bool) -> str:
+    """Return why the answering engine is not the lease's or is incompatible; empty if it fits. A
+    lease that may not be granted yet is never that of a former engine."""
+    epochs = [theirs.epoch, *(theirs.former or () if granted else ())]
     if theirs.version != mine.version:
         return f"the prefill engine speaks version {theirs.version}, we speak {mine.version}"
-    if (theirs.engine_id, theirs.epoch) != (lease.engine_id, lease.epoch):
+    if theirs.engine_id != lease.engine_id or lease.epoch not in epochs:
         return f"the prefill engine {lease.engine_id} was restarted or replaced"
     differing = differences(theirs.compat, mine.compat)
     if layout_of(theirs) is None or layout_of(mine) is None:

@@ -68,6 +68,11 @@ STOP_SECONDS = 5.0
 ANSWER_SECONDS, READ_SECONDS = 1.0, 5.0
 """How long the owner of a prefix may take to say what it lends, and then to send it. Meanwhile the
 request could compute the prefix itself."""
+RETURN_SECONDS = 2.0
+"""How long a load waits for the return of an engine whose leases outlive it. A core that stands by
+needs half a second."""
+RETRY_SECONDS = 0.1
+RECEIVING_FAILED = "receiving blocks failed"
 
 
 @dataclass(slots=True)
@@ -83,6 +88,8 @@ class LoadTable:
     reaches; then all loads are staged. 0: they are on the host."""
     loads: dict[str, Load] = field(default_factory=dict)
     remotes: dict[Address, Remote] = field(default_factory=dict)
+    keepers: set[Address] = field(default_factory=set)
+    """Where engines answered last whose leases outlive them."""
     rejects: list[LeaseRef] = field(default_factory=list)
     """Leases to reject as soon as their engine has said Hello."""
     totals: KVTransferStats = field(default_factory=KVTransferStats)
@@ -128,7 +135,7 @@ class LoadTable:
         load.patience_s = self._patience(ANSWER_SECONDS if prefix is not None else NEVER)
         load.deadline, load.waiting_since, load.prefix = now + load.patience_s, now, prefix
         load.digest, load.tag, load.num_tokens, load.part = digest, tag, num_tokens, part
-        load.wanted, load.num_blocks = wanted, len(wanted)
+        load.at_first, load.wanted, load.num_blocks = wanted, dict(wanted), len(wanted)
         self.loads[request_id] = load
         self.totals.loads_started += prefix is None
         self.prefixes_started += prefix is not None
@@ -154,7 +161,7 @@ class LoadTable:
         load = self.loads.get(request_id)
         if load is None:
             return []
-        load.problem = load.problem or "cancelled"
+        load.problem, load.back_by = load.problem or "cancelled", AT_ONCE
         if load.state is LoadState.KEPT:
             del self.loads[request_id]
             return []
@@ -180,16 +187,17 @@ class LoadTable:
         self.remotes[address] = Remote(peer, greet_by=now + self.load_timeout_s)
         return [Send(peer, self.me)]
 
-    def connect_failed(self, address: Address, reason: str) -> list[Action]:
+    def connect_failed(self, address: Address, reason: str, now: float) -> list[Action]:
         self.remotes.pop(address, None)
-        return self._fail_all(address, f"cannot connect to {address[0]}:{address[1]}: {reason}")
+        where = f"{address[0]}:{address[1]}"
+        return self._lost(address, f"cannot connect to {where}: {reason}", now)
 
-    def peer_lost(self, peer: Peer) -> list[Action]:
+    def peer_lost(self, peer: Peer, now: float) -> list[Action]:
         """Fail the loads of a lost connection, which no longer writes to our blocks."""
         for address, remote in list(self.remotes.items()):
             if remote.peer == peer:
                 del self.remotes[address]
-                return self._fail_all(address, "the connection to the prefill engine was lost")
+                return self._lost(address, "the connection to the prefill engine was lost", now)
         return []
 
     def greeted(self, peer: Peer, hello: Hello, now: float) -> list[Action]:
@@ -197,6 +205,10 @@ class LoadTable:
         for address, remote in self.remotes.items():
             if remote.peer == peer and remote.hello is None:
                 remote.hello, remote.greet_by = hello, NEVER
+                if hello.former is None:
+                    self.keepers.discard(address)
+                else:
+                    self.keepers.add(address)
                 waiting = [x for x in self._at(address) if x.state is LoadState.OPENING]
                 opens = [action for load in waiting for action in self._open(load, now)]
                 return [*self._send_rejects(address), *opens]
@@ -233,7 +245,7 @@ class LoadTable:
         if not load.receiving:
             load.moving_seconds += now - load.moving_since
         if not ok:
-            load.problem = load.problem or "receiving blocks failed"
+            load.problem = load.problem or RECEIVING_FAILED
         peer = self.remotes.get(load.lease.address, Remote()).peer
         return [] if peer is None else self._go_on(load, peer, now)
 
@@ -304,12 +316,14 @@ class LoadTable:
         remote = self.remotes[load.lease.address]
         if remote.peer is None or remote.hello is None:
             return []
-        load.problem = mismatch(load.lease, remote.hello, self.me)
+        load.problem = mismatch(load.lease, remote.hello, self.me, granted=not load.early)
         if load.prefix is not None:
             load.problem = load.problem or load.prefix.misfit(remote.hello)
         if not load.problem:
             if not load.asked:
                 load.fit_to(remote.hello, self.me, self.copied_block_bytes)
+            if AT_ONCE < load.back_by < NEVER:
+                load.deadline, load.back_by = now + load.patience_s, AT_ONCE
             if load.waits_for_room:
                 actions = self._open_staged()
                 if load.waits_for_room and not load.early and load.prefix is None:
@@ -419,13 +433,26 @@ class LoadTable:
                     return load
         return None
 
-    def _fail_all(self, address: Address, reason: str) -> list[Action]:
+    def _lost(self, address: Address, reason: str, now: float) -> list[Action]:
+        """End the loads from an engine, or have them wait for its return if its leases outlive
+        it."""
         self.rejects = [x for x in self.rejects if x.address != address]
         actions: list[Action] = []
         for load in [x for x in self._at(address) if x.state in UNDER_WAY]:
+            if address in self.keepers and self._may_wait(load, now):
+                staged = load.staged
+                load.begin_again()
+                actions += self._open_staged() if staged else []
+                load.deadline = load.back_by = min(load.back_by, now + RETURN_SECONDS)
+                load.renew_at = now + RETRY_SECONDS
+                continue
             load.problem = load.problem or reason
-            actions += self._end(load, now=0.0)
+            actions += self._end(load, now)
         return actions
+
+    def _may_wait(self, load: Load, now: float) -> bool:
+        granted = not load.early and load.prefix is None
+        return granted and now < load.back_by and load.problem in ("", RECEIVING_FAILED)
 
     def _end(self, load: Load, now: float) -> list[Action]:
         """End a load, because nothing touches its blocks any more."""

@@ -61,6 +61,9 @@ class Hello(Message, frozen=True):
     version: int = VERSION
     geometry: dict[Name, int] = {}
     """What may differ, because blocks can be repacked: see `layout.GEOMETRY`."""
+    former: list[Name] | None = None
+    """Epochs of engines that ran here before, whose open leases this one goes on with. None: leases
+    end with their engine."""
 
 
 class Open(Message, frozen=True):

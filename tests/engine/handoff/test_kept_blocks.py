@@ -7,12 +7,14 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,17 +31,25 @@ from hypothesis.stateful import (
     rule,
 )
 from model_kit.families import published
+from waits import Deadline
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.handoff.kept_blocks import ORDER, RECORD, KeptBlocks, KeptFiles
+from diptych_engine.handoff.kept_leases import LONGEST_S, SUM_BYTES, Record, _sum
 from diptych_engine.handoff.part_filled_blocks import record_of
 from diptych_engine.scheduling.block_pool import BlockPool, Name
 from diptych_engine.scheduling.request import Request
 from diptych_engine.serving import build_core
 from diptych_kernels.made_once import clear
-from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
+from diptych_protocol import (
+    EngineConfig,
+    EngineDeadError,
+    InvalidRequestError,
+    KVTransferConfig,
+    KVTransferParams,
+)
 
 BLOCKS, BYTES, RANKS = 16, 96, 2
 BLOCK = 16
@@ -63,6 +73,9 @@ class Part:
 class Life:
     """One core's pool, memory and seals, until it is killed."""
 
+    holds_leases = True
+    """It is not killed before it holds the blocks of the leases that it has found."""
+
     def __init__(
         self, folder: Path, blocks: int = BLOCKS, recipe: bytes = b"same", *, looks: bool = True
     ) -> None:
@@ -78,10 +91,33 @@ class Life:
             if not looks:  # at more than one at once
                 patch.setattr("diptych_engine.handoff.kept_blocks.BYTES_AT_ONCE", 0)
             self.kept = KeptBlocks(self.files, self.memory, self.pool, recipe, (PARTS, BLOCK))
+        for lease in self.kept.left if self.holds_leases else ():
+            self.pool.take(lease.block_ids)
         if looks:
             self.look()
         else:
             self.kept._at_once = blocks
+
+    def lend(self, name: str, block_ids: list[int], expires_at: float = 1e10) -> None:
+        self.pool.take(block_ids)
+        lease = KVTransferParams(
+            lease_id=name, epoch="e", tokens_digest="d" * 32, expires_at=int(expires_at)
+        )
+        lease.remote_block_ids = [block_ids]
+        self.kept.granted(lease)
+
+    def end_lease(self, name: str, block_ids: list[int]) -> None:
+        self.kept.leases.ended(name)
+        self.pool.release(block_ids)
+
+    def leases(self) -> dict[str, tuple[list[int], bytes]]:
+        """The open leases that the last core has left, and the contents of their blocks."""
+        for lease in self.kept.left:
+            assert (lease.epoch, lease.digest) == ("e", "d" * 32)
+        return {x.lease_id: (x.block_ids, self.contents(x.block_ids)) for x in self.kept.left}
+
+    def contents(self, block_ids: list[int]) -> bytes:
+        return b"".join(map(self.content, block_ids))
 
     def look(self) -> None:
         while self.kept.unseen:
@@ -159,6 +195,9 @@ class Lives(RuleBasedStateMachine):
         self.running: dict[int, Request] = {}
         self.parts: dict[int, tuple[bytes, Part]] = {}
         """By the block: the hash before it, and what was sealed of it."""
+        self.granted: dict[str, list[int]] = {}
+        self.leases: dict[str, tuple[list[int], bytes]] = {}
+        """Those that were granted before blocks were sealed last, and have not ended."""
         self.begin({})
 
     @initialize(count=st.integers(0, 8), begun=st.integers(0, 4))
@@ -172,6 +211,9 @@ class Lives(RuleBasedStateMachine):
     def begin(self, sealed: dict[Name, bytes], taken: int = 0) -> None:
         """taken: how many blocks it takes before it looks at those that were not in use."""
         self.life = Life(self.folder, looks=False)
+        assert self.life.leases() == self.leases
+        lent = {block for blocks, _ in self.leases.values() for block in blocks}
+        self.granted = {name: blocks for name, (blocks, _) in self.leases.items()}
         self.held = self.life.pool.allocate(min(taken, self.life.pool.num_free))
         places = self.sealed
         self.life.look()
@@ -180,8 +222,9 @@ class Lives(RuleBasedStateMachine):
         assert {name: self.life.content(block) for name, block in here.items()} == expected
         assert set(self.life.kept.adopted) >= set(here.values())
         parts: dict[bytes, Part] = {}
-        for _, (parent, part) in sorted(self.parts.items()):
-            parts.setdefault(parent, part)  # the first of several
+        for block, (parent, part) in sorted(self.parts.items()):
+            if block not in lent:
+                parts.setdefault(parent, part)  # the first of several
         parts = {parent: part for parent, part in parts.items() if part.block not in self.held}
         assert self.life.parts() == parts
         self.sealed, self.running = here, {}
@@ -218,7 +261,8 @@ class Lives(RuleBasedStateMachine):
     def go_on(self, parent: bytes, count: int, data: st.DataObject) -> None:
         """A request computes more of the block that it has begun."""
         block = data.draw(st.sampled_from(self.held))
-        if self.life.pool._hash_of[block] is not None:
+        lent = any(block in blocks for blocks in self.granted.values())
+        if lent or self.life.pool._hash_of[block] is not None:
             return
         if block not in self.running:
             self.running[block] = self.life.begin(block, parent, 0, self.rng)
@@ -249,6 +293,31 @@ class Lives(RuleBasedStateMachine):
             if token_ids:
                 part = Part(block, token_ids, self.life.rows(block, len(token_ids)))
                 self.parts[block] = request.block_hashes[0], part
+        for name, block_ids in self.granted.items():
+            self.leases[name] = block_ids, self.life.contents(block_ids)
+
+    @precondition(lambda self: self.held)
+    @rule(count=st.integers(1, 4), data=st.data())
+    def grant(self, count: int, data: st.DataObject) -> None:
+        """Blocks that nobody computes any more, of which some are not full."""
+        block_ids = data.draw(st.permutations(self.held))[:count]
+        name = f"{len(self.granted):032x}"
+        if name not in self.granted:
+            self.life.lend(name, block_ids)
+            self.granted[name] = block_ids
+        for block in block_ids:
+            self.running.pop(block, None)
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.granted)))
+        block_ids = self.granted.pop(name)
+        self.life.end_lease(name, block_ids)
+        self.leases.pop(name, None)
+        for block in block_ids:
+            if block not in self.held and not self.life.pool._holders[block]:
+                self.parts.pop(block, None)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -406,6 +475,152 @@ def test_blocks_that_are_not_as_they_were_sealed_are_never_served(
         check_blocks(life.pool)
         life.kill()
     assert served > NUM_DAMAGED  # others were sound
+
+
+def three_leases(life: Life, rng: random.Random) -> dict[str, tuple[list[int], bytes]]:
+    """Each of two full blocks and one that is not full."""
+    life.fill(NAMES[:6], rng)
+    full, granted = life.remembered(), {}
+    for n in range(3):
+        [last] = life.pool.allocate(1)
+        life.compute(last, rng.randbytes(RANKS * BYTES))
+        block_ids = [full[NAMES[2 * n]], full[NAMES[2 * n + 1]], last]
+        life.lend(f"{n:032x}", block_ids)
+        life.pool.release([last])
+        granted[f"{n:032x}"] = block_ids, life.contents(block_ids)
+    life.kept.seal()
+    return granted
+
+
+def test_leases_that_are_not_as_they_were_granted_are_never_adopted(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    life = Life(tmp_path)
+    granted = three_leases(life, rng)
+    folder = life.files.folder
+    life.kill()
+    records = sorted((folder / "leases").iterdir())
+    others = folder / "seals", folder / "memory-0", folder / "memory-1"
+    whole = {path: path.read_bytes() for path in (*records, *others)}
+    num_adopted = 0
+    for _ in range(NUM_DAMAGED // 5):
+        for path in whole:
+            content = bytearray(whole[path])
+            match rng.randrange(12) if path in records else rng.randrange(8, 12):
+                case 0 | 8:
+                    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+                case 1:  # torn
+                    del content[rng.randrange(len(content)) :]
+                case 2:
+                    content = bytearray(rng.randbytes(rng.randrange(300)))
+                case 3:  # another one's
+                    content = bytearray(whole[rng.choice(records)])
+                case 4:
+                    content += b"\0"
+                case _:
+                    pass
+            path.write_bytes(content)
+        life = Life(tmp_path)
+        found = life.leases()
+        assert found.items() <= granted.items()
+        assert {path.name for path in (folder / "leases").iterdir()} == set(found)
+        held = {block for block_ids, _ in found.values() for block in block_ids}
+        assert life.pool.num_free == BLOCKS - len(held)
+        check_blocks(life.pool)
+        num_adopted += len(found)
+        life.kill()
+    assert num_adopted > NUM_DAMAGED // 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: {"block_ids": [BLOCKS]},
+        lambda record: {"block_ids": [BLOCKS, *record.block_ids[1:]]},
+        lambda record: {"block_ids": [*record.block_ids, 0]},
+        lambda record: {"block_ids": record.block_ids[::-1]},
+        lambda _: {"block_ids": [-1]},
+        lambda record: {"seals": record.seals[:2]},
+        lambda record: {"seals": [*record.seals[:2], (b"", 1 << 32, 0)]},
+        lambda record: {"seals": [*record.seals[:2], (b"x" * 99, 0, 0)]},
+        lambda _: {"expires_at": time.time() - LONGEST_S},
+        lambda _: {"epoch": "e" * 300},
+    ],
+)
+def test_a_lease_that_says_what_cannot_be_is_not_adopted(
+    tmp_path: Path, change: Callable[[Record], dict[str, Any]]
+) -> None:
+    """Its checksum is right."""
+    life = Life(tmp_path)
+    name, *others = three_leases(life, random.Random(3))
+    life.kill()
+    path = life.files.leases / name
+    record = msgspec.msgpack.decode(path.read_bytes()[SUM_BYTES:], type=Record)
+    content = msgspec.msgpack.encode(msgspec.structs.replace(record, **change(record)))
+    path.write_bytes(_sum(name, content) + content)
+    life = Life(tmp_path)
+    assert sorted(life.leases()) == others
+    assert not path.exists()
+    life.kill()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_lease_makes_way(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    life = Life(tmp_path)
+    first, second, third = three_leases(life, random.Random(3))
+    life.kill()
+    clear(life.files.leases / first)
+    for name in (first, "other", second + "0"):
+        make(life.files.leases / name)
+    life = Life(tmp_path)
+    assert sorted(life.leases()) == [second, third]
+    life.kill()
+    clear(life.files.leases)
+    make(life.files.leases)
+    life = Life(tmp_path)
+    assert not life.leases()
+    life.lend("f" * 32, life.pool.allocate(1))
+    life.kept.seal()
+    life.kill()
+    life = Life(tmp_path)
+    assert list(life.leases()) == ["f" * 32]
+    life.kept.close(failed=False)
+    assert not list(life.files.folder.iterdir())
+
+
+def test_leases_of_another_recipe_are_left_to_nobody(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    three_leases(life, random.Random(3))
+    life.kill()
+    for recipe in (b"other", b"same"):
+        life = Life(tmp_path, recipe=recipe)
+        assert not life.leases()
+        life.kill()
+
+
+def test_a_core_that_is_killed_before_it_holds_lent_blocks_leaves_the_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path)
+    granted = three_leases(life, random.Random(3))
+    life.kill()
+    monkeypatch.setattr(Life, "holds_leases", False)
+    Life(tmp_path, looks=False).kill()
+    monkeypatch.undo()
+    life = Life(tmp_path, looks=False)
+    assert life.leases() == granted
+    life.look()
+    check_blocks(life.pool)
+    life.kill()
+
+
+def test_a_lease_without_room_for_its_record_ends_with_its_core(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    (life.files.leases / f"{0:032x}").mkdir()  # where nothing can be written
+    _, *others = three_leases(life, random.Random(3))
+    life.kill()
+    life = Life(tmp_path)
+    assert sorted(life.leases()) == others
+    life.kill()
 
 
 @pytest.mark.parametrize("cut", ["seals", "memory-1"])
@@ -637,6 +852,59 @@ def test_a_core_that_slept_keeps_what_it_computes_then(tmp_path: Path) -> None:
     fail(cores)
     core = make_core(kv_keep=str(tmp_path))
     assert answer(core) == (expected, 4 * BLOCK)
+    core.close()
+
+
+def test_a_stream_that_was_handed_off_outlives_its_core(tmp_path: Path) -> None:
+    """Its last block is not full, and was recorded with fewer tokens before."""
+    keeps: dict[str, Any] = {"kv_keep": str(tmp_path), "engine_id": "e"}
+    lends = {**keeps, "kv_transfer": KVTransferConfig()}
+    cores = [make_core(**lends)]
+    cores[0].add(core_request("r", PROMPT, max_tokens=40, ignore_eos=True), CLIENT)
+    for _ in range(6):
+        step(cores[0])
+    assert cores[0].call("hand_off", ["r"])
+    [[output]] = cores[0].take_outputs().values()
+    params = output.kv_transfer_params
+    assert params is not None
+    [blocks] = params["remote_block_ids"]
+    cores[0].watched[kept_of(cores[0]).wake_fd]()
+    fail(cores)
+    cores = [make_core(**lends)]
+    [left] = kept_of(cores[0]).left
+    assert (left.lease_id, left.block_ids) == (params["lease_id"], blocks)
+    stats = cores[0].stats()
+    assert stats.kv_transfer is not None
+    assert stats.kv_transfer.leases_held == 1
+    assert stats.blocks_free == stats.blocks_total - len(blocks)
+    fail(cores)
+    core = make_core(**keeps)
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks, "it lends to nobody"
+    core.close()
+
+
+def kept_of(core: EngineCore) -> KeptBlocks:
+    assert core.hand_offs.kept is not None
+    return core.hand_offs.kept
+
+
+def test_an_adopted_lease_that_ends_frees_its_blocks_and_its_record(tmp_path: Path) -> None:
+    lends: dict[str, Any] = {"kv_keep": str(tmp_path), "kv_transfer": KVTransferConfig()}
+    cores = [make_core(**lends)]
+    lent = core_request(
+        "r", PROMPT, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}}
+    )
+    assert run(cores[0], lent)["r"][-1].kv_transfer_params
+    fail(cores)
+    core = make_core(**lends)
+    assert len(kept_of(core).left) == 1
+    assert core.connector is not None
+    core.connector.revoke_all()
+    deadline = Deadline("the end of the lease")
+    while core.scheduler.pool.num_free < core.scheduler.pool.num_blocks:
+        deadline.check()
+        core.handle_transfer_events()
+    assert not list(tmp_path.glob("*/*/leases/*"))
     core.close()
 
 

@@ -16,9 +16,15 @@ from diptych_kv_transfer.tables.actions import (
     LoadEnded,
     ReceiveBlocks,
     Send,
+    Stage,
 )
 from diptych_kv_transfer.tables.load import LeaseRef, Load, LoadState, coalesce
-from diptych_kv_transfer.tables.loads import STOP_SECONDS, LoadTable
+from diptych_kv_transfer.tables.loads import (
+    RETRY_SECONDS,
+    RETURN_SECONDS,
+    STOP_SECONDS,
+    LoadTable,
+)
 from diptych_kv_transfer.tables.messages import (
     Close,
     Closed,
@@ -66,9 +72,9 @@ def start(table: LoadTable, *, early: bool = False) -> list[Action]:
     return table.start("r", LEASE, "digest", TAG, dict(WANTED), 1, 0.0, early=early)
 
 
-def at(state: LoadState, *, early: bool = False) -> LoadTable:
+def at(state: LoadState, hello: Hello = P, *, early: bool = False) -> LoadTable:
     """A table whose one load has come as far as `state`."""
-    table = greeted()
+    table = greeted(hello)
     if state is LoadState.HOLDING:
         return table
     opening = Open("lease", "digest", TAG, RUNS, early)
@@ -137,22 +143,135 @@ def test_a_load_started_before_the_greeting_opens_after_it() -> None:
 @pytest.mark.parametrize("state", STARTED)
 def test_losing_the_peer_ends_the_load_once(state: LoadState) -> None:
     table = at(state)
-    assert not only_end(table.peer_lost(PEER)).ok
-    assert table.peer_lost(PEER) == []
+    assert not only_end(table.peer_lost(PEER, 1.0)).ok
+    assert table.peer_lost(PEER, 1.0) == []
     assert table.receive(PEER, Closed("lease", True, TAG), 1.0) == []
 
 
 def test_a_failed_connect_ends_the_load_and_the_next_one_connects_anew() -> None:
     table = held()
     start(table)
-    assert "refused" in only_end(table.connect_failed(ADDRESS, "refused")).reason
+    assert "refused" in only_end(table.connect_failed(ADDRESS, "refused", 0.0)).reason
     assert table.hold("next", LEASE, 0.0) == [Connect(ADDRESS)]
+
+
+# --- engines whose leases outlive them ----------------------------------------------------------
+
+KEEPER = Hello("prefill", "p1", P.compat, former=[])
+SUCCESSOR = Hello("prefill", "p2", P.compat, former=["p1"])
+
+
+def lost(state: LoadState, how: str, *, early: bool = False) -> LoadTable:
+    """A load whose engine's leases outlive it, and whose connection was lost at second 1."""
+    table = at(state, KEEPER, early=early)
+    if how == "a transfer failed first":
+        assert table.receives_ended("r", TAG, ok=False, now=1.0) == [STOP, REJECT]
+    assert bool(table.peer_lost(PEER, 1.0)) == early
+    return table
+
+
+@pytest.mark.parametrize(
+    ("state", "how"),
+    [
+        *((state, "at once") for state in STARTED),
+        (LoadState.RECEIVING, "a transfer failed first"),
+    ],
+)
+def test_a_load_begins_again_with_the_engine_that_goes_on_with_its_lease(
+    state: LoadState, how: str
+) -> None:
+    table = lost(state, how)
+    assert table.next_deadline() == 1.0 + RETRY_SECONDS
+    for now in (1.5, 2.0, 2.5):
+        assert table.tick(now) == [Connect(ADDRESS)]
+        assert table.connect_failed(ADDRESS, "nobody is there", now) == []
+    assert table.tick(2.9) == [Connect(ADDRESS)]
+    table.connected(ADDRESS, PEER + 1, 2.9)
+    [opened] = table.greeted(PEER + 1, SUCCESSOR, 2.9)
+    assert opened == Send(PEER + 1, OPEN)
+    assert table.receive(PEER, SENDING, 3.0) == [], "the one that is dead"
+    assert table.receive(PEER + 1, OPENED, 3.0) == []
+    again = ReceiveBlocks(PEER + 1, "r", TAG, LOCAL)
+    assert table.receive(PEER + 1, SENDING, 3.0) == [again]
+    assert received(table) == [Send(PEER + 1, Close("lease", True, TAG))]
+    assert only_end(table.receive(PEER + 1, Closed("lease", True, TAG), 50.0)).ok
+    assert table.tick(99.0) == []
+    assert (table.totals.loads_started, table.totals.loads_completed) == (1, 1)
+
+
+@pytest.mark.parametrize("state", STARTED)
+def test_an_engine_that_does_not_come_back_is_waited_for_a_moment_only(state: LoadState) -> None:
+    table = lost(state, "at once")
+    assert table.tick(0.9 + RETURN_SECONDS) == [Connect(ADDRESS)]
+    assert not only_end(table.tick(1.0 + RETURN_SECONDS)).ok
+    table = lost(state, "at once")
+    assert table.tick(2.0) == [Connect(ADDRESS)]
+    assert not only_end(table.connect_failed(ADDRESS, "refused", 1.0 + RETURN_SECONDS)).ok
+    table = lost(state, "at once")
+    assert table.tick(2.0) == [Connect(ADDRESS)]
+    table.connected(ADDRESS, PEER, 2.0)  # and does not say who it is
+    assert table.tick(1.0 + RETURN_SECONDS) == [Fence(PEER)]
+    assert not only_end(table.peer_lost(PEER, 1.0 + RETURN_SECONDS)).ok
+
+
+def test_an_engine_that_is_lost_again_is_not_waited_for_again() -> None:
+    table = lost(LoadState.RECEIVING, "at once")
+    table.tick(2.0)
+    table.connected(ADDRESS, PEER, 2.0)
+    assert table.greeted(PEER, SUCCESSOR, 2.0) == [Send(PEER, OPEN)]
+    assert not only_end(table.peer_lost(PEER, 2.1)).ok
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_cancelled_load_waits_for_nobody(broken: bool) -> None:
+    table = at(LoadState.RECEIVING, KEEPER)
+    if broken:
+        table.receives_ended("r", TAG, ok=False, now=1.0)
+    table.cancel("r", 1.0)
+    assert not only_end(table.peer_lost(PEER, 1.0)).ok
+
+
+def test_an_early_load_waits_for_nobody_and_opens_no_lease_of_a_former_engine() -> None:
+    """It may be only promised, and promises end with their engine."""
+    table = lost(LoadState.RECEIVING, "at once", early=True)
+    assert table.loads == {}
+    assert "restarted" in only_end(start(greeted(SUCCESSOR), early=True)).reason
+    assert start(greeted(SUCCESSOR)) == [Send(PEER, OPEN)]
+
+
+def test_an_engine_that_ended_its_leases_is_not_waited_for() -> None:
+    table = lost(LoadState.OPENING, "at once")
+    table.tick(2.0)
+    table.connected(ADDRESS, PEER, 2.0)
+    assert (
+        "restarted" in only_end(table.greeted(PEER, Hello("prefill", "p2", P.compat), 2.0)).reason
+    )
+    assert ADDRESS not in table.keepers
+
+
+def test_a_load_that_waits_for_an_engine_leaves_its_room_to_others() -> None:
+    """Its blocks are staged, and the room is enough for one."""
+    table = LoadTable(ME, 60.0, staging_bytes=8, copied_block_bytes=4)
+    other = LeaseRef("other", ("10.0.0.2", 5000), "another", "a1")
+    for n, (lease, hello) in enumerate(
+        [(LEASE, KEEPER), (other, Hello("another", "a1", P.compat))]
+    ):
+        table.reach(lease.address)
+        table.connected(lease.address, PEER + n, 0.0)
+        table.greeted(PEER + n, hello, 0.0)
+        asked = table.start(f"r{n}", lease, "digest", TAG + n, {0: 1, 1: 2}, 1, 0.0)
+        assert bool(asked) == (n == 0)
+    [stage, opened] = table.peer_lost(PEER, 1.0)
+    assert isinstance(stage, Stage)
+    assert opened == Send(PEER + 1, Open("other", "digest", TAG + 1, [(0, 2)]))
 
 
 @pytest.mark.parametrize(
     ("hello", "named"),
     [
         (Hello("prefill", "p2", P.compat), "restarted"),
+        (Hello("prefill", "p2", P.compat, former=["p0"]), "restarted"),
+        (Hello("another", "p2", P.compat, former=["p1"]), "restarted"),
         (Hello("another", "p1", P.compat), "restarted"),
         (Hello("prefill", "p1", {"dtype": "bfloat16"}), "dtype: 'bfloat16' there, 'float32' here"),
         (Hello("prefill", "p1", P.compat, version=1), "version 1"),
@@ -206,7 +325,7 @@ def test_an_overdue_load_is_stopped_first_and_fenced_only_if_p_does_not_answer(
     assert table.tick(59.9 + STOP_SECONDS) == []
     assert table.tick(60.0 + STOP_SECONDS) == [Fence(PEER)]
     assert Fence(PEER) not in table.tick(100.0)
-    assert "60 s" in only_end(table.peer_lost(PEER)).reason
+    assert "60 s" in only_end(table.peer_lost(PEER, 1.0)).reason
 
 
 def test_an_overdue_load_of_a_live_peer_harms_no_other() -> None:
@@ -235,7 +354,7 @@ def test_a_peer_that_never_says_who_it_is_keeps_no_reject_for_ever() -> None:
     assert table.tick(60.9) == []
     assert table.tick(61.0) == [Fence(PEER)]
     assert table.next_deadline() == math.inf
-    assert table.peer_lost(PEER) == []
+    assert table.peer_lost(PEER, 1.0) == []
     assert (table.rejects, table.remotes) == ([], {})
 
 
@@ -383,7 +502,7 @@ def test_a_queued_request_renews_its_lease() -> None:
 
 def test_a_queued_request_that_lost_its_connection_connects_again() -> None:
     table = at(LoadState.HOLDING)
-    assert table.peer_lost(PEER) == []
+    assert table.peer_lost(PEER, 1.0) == []
     assert table.tick(10.0) == [Connect(ADDRESS)]
     table.connected(ADDRESS, PEER + 1, 0.0)
     table.greeted(PEER + 1, P, 10.0)

@@ -260,7 +260,7 @@ def test_an_owner_that_does_not_answer_is_waited_for_a_moment_only() -> None:
     assert table.tick(ANSWER_SECONDS - 0.1) == []
     assert table.tick(ANSWER_SECONDS) == [PrefixLate("r"), *STOP]
     assert table.tick(ANSWER_SECONDS + STOP_SECONDS) == [Fence(READER)]
-    assert not only_end(table.peer_lost(READER)).ok
+    assert not only_end(table.peer_lost(READER, 1.0)).ok
 
 
 def test_an_owner_that_does_not_go_on_is_not_waited_for_either() -> None:
