@@ -132,3 +132,24 @@ def test_an_engine_that_read_other_files_of_the_same_place_shares_no_kv(tmp_path
                 call(engine, "sleep", 2)
                 call(engine, "wake_up")
             assert routed(p, d) == of_new
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("weight_packing", {"weight_packing": "q8"}),
+        ("weight_packing", {"weight_packing": "q4"}),
+        ("activations", {"activations": "q8"}),
+        ("computed_in", {"dtype": "bfloat16"}),
+    ],
+)
+def test_an_engine_that_was_told_to_compute_otherwise_shares_no_kv(
+    name: str, told: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its KV has the same type, shape and place, and other values."""
+    model, same = save_toy(tmp_path / "model"), {"kv_cache_dtype": "bfloat16"}
+    with engines(model, p=same, d=same | told, alone=same | told) as [p, d, alone]:
+        said = [engine.core.description for engine in (p, d)]
+        assert {x for x in said[1].compat if said[0].compat.get(x) != said[1].compat[x]} == {name}
+        assert (routed(p, d) != [], d.hinge.blocks_received) == (True, 0)
+        assert (routed(alone, d), d.hinge.blocks_received > 0) == (answer(alone), True)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from diptych_engine.control.core import EngineCore
 from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
-from diptych_engine.execution.placement import choose_device
+from diptych_engine.execution.placement import choose_device, choose_dtype
 from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.execution.worker_extension import named
@@ -82,9 +83,18 @@ def recipe_of(config: EngineConfig, source: ModelSource, description: EngineDesc
         for field, value in description.compat.items()
         if field not in ("model", "weights", "revision")
     }
-    packing = config.weight_packing, config.activations
-    settings = config.block_size, *packing, config.executor_class
+    settings = config.block_size, config.weight_packing, config.executor_class
     return repr((sorted(same.items()), *settings)).encode() + weights_stamp(source, config.seed)
+
+
+def told_to_compute(config: EngineConfig) -> dict[str, str]:
+    """Return the settings with which KV is another model's, or less exact. What a processor does by
+    itself, as at another level, is not among them: engines on different machines exchange KV."""
+    told = {name: getattr(config, name) for name in ("weight_packing", "activations")}
+    device, unasked = choose_device(config), msgspec.structs.replace(config, dtype="auto")
+    if choose_dtype(config, device) is not choose_dtype(unasked, device):
+        told["computed_in"] = config.dtype
+    return {name: value for name, value in told.items() if value not in ("auto", "none")}
 
 
 def as_bytes(memory: Sequence[torch.Tensor]) -> list[NDArray[np.uint8]]:
@@ -206,6 +216,7 @@ def build_core(
             "layout": "block-major/1",
             "revision": config.revision,
         }
+        | told_to_compute(config)
         | ({"groups": str(runner.kv_groups)} if runner.kv_groups.windowed else {})
         | ({} if runner.drafter is None else {"draft_model": runner.drafter.compat}),
         max_num_seqs=config.max_num_seqs,
