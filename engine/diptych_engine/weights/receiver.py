@@ -88,7 +88,7 @@ class WeightReceiver:
             stream: Iterator[Tensor] = iter(values)
         else:
             headers = converted(update_info, TensorHeaders, "update_info", "update_info")
-            stream = self._receive(headers)
+            stream = self._receive(names, headers)
         headers.check(len(names))
         family = self._family if is_checkpoint_format else None
         places = [
@@ -110,13 +110,14 @@ class WeightReceiver:
     def _slots(self, is_checkpoint_format: bool) -> Mapping[str, WeightSlot]:
         return self._model.slots if is_checkpoint_format else self._model.fused_slots
 
-    def _receive(self, headers: TensorHeaders) -> Iterator[Tensor]:
+    def _receive(self, names: list[str], headers: TensorHeaders) -> Iterator[Tensor]:
         if self._group is None:
             raise InvalidRequestError("no arrays, and no trainer was named to fetch them from")
         try:
-            for dtype, shape in zip(headers.dtypes, headers.shapes, strict=True):
-                yield self._group.receive(dtype, shape)
+            for each in zip(names, headers.dtypes, headers.shapes, strict=True):
+                yield self._group.receive(*each)
         except DiptychError:
+            self._group.leave()
             self._group = None
             raise
 

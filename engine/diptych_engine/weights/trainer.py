@@ -1,7 +1,8 @@
 """A process group in which a trainer sends tensors to the workers of engines, over gloo.
 
 The trainer is rank 0 and listens; the workers have the ranks from 1 on. Every tensor is broadcast
-whole, and each worker takes its share. In the trainer, and at the same time at the engine:
+whole behind its name and form, and each worker takes its share. In the trainer, and at the same
+time at the engine:
 
     sender = WeightSender("10.0.0.7", num_workers=2)
     sender.join()                     init_weight_transfer_engine(sender.address())
@@ -35,6 +36,7 @@ dist: Any = distributed
 TIMEOUT_S: Final = 60.0
 MAX_TIMEOUT_S: Final = 3600.0
 MAX_TENSOR_BYTES: Final = 1 << 36
+LABEL_BYTES: Final = 1024
 
 
 class TrainerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +57,7 @@ class TrainerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for ok, wanted in (
             (0 < self.master_port < 1 << 16, "master_port must be a port"),
             (0 < self.rank_offset < self.world_size, "rank_offset must be in 1..world_size - 1"),
+            (self.world_size < 1 << 31, "world_size must be below 2**31"),
             (0 < self.timeout_s <= MAX_TIMEOUT_S, f"timeout_s must be in 0..{MAX_TIMEOUT_S:g}"),
         ):
             if not ok:
@@ -116,7 +119,7 @@ class WeightGroup:
                 timeout=timeout,
                 wait_for_workers=False,
             )
-        except (OSError, RuntimeError) as exc:
+        except (OSError, RuntimeError, UnicodeError) as exc:
             raise DiptychError(
                 f"no trainer at {address.master_address}:{address.master_port}: {exc}"
             ) from exc
@@ -132,8 +135,26 @@ class WeightGroup:
         except RuntimeError as exc:
             raise DiptychError(f"a tensor did not arrive: {exc}") from exc
 
-    def receive(self, dtype: str, shape: Sequence[int]) -> Tensor:
-        """Receive the next tensor into this host's memory. Raises as `broadcast`."""
+    def leave(self) -> None:
+        """End the connections, so that nobody waits for this member."""
+        self._group = self._store = None
+
+    def send(self, name: str, tensor: Tensor) -> None:
+        """Send a tensor behind its label. Raises as `broadcast`."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.broadcast(_label(name, dtype, tensor.shape))
+        self.broadcast(tensor.detach().cpu().contiguous())
+
+    def receive(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        """Receive the next tensor into this host's memory. Raises as `broadcast`, and if it is not
+        the one that was announced: gloo would leave a part of it as it is, or end the process."""
+        announced = _label(name, dtype, shape)
+        self.broadcast(label := torch.empty_like(announced))
+        if not torch.equal(label, announced):
+            sent, wanted = (
+                x.numpy().tobytes().decode(errors="replace").strip() for x in (label, announced)
+            )
+            raise DiptychError(f"the trainer sends {sent}, where {wanted} was announced")
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
         self.broadcast(tensor)
         return tensor
@@ -172,8 +193,8 @@ class WeightSender:
         """Send tensors in the order in which `describe` names them. Raises `DiptychError`."""
         if self._group is None:
             raise DiptychError("join the group first")
-        for tensor in tensors.values():
-            self._group.broadcast(tensor.detach().cpu().contiguous())
+        for name, tensor in tensors.items():
+            self._group.send(name, tensor)
 
 
 def describe(tensors: Mapping[str, Tensor]) -> WeightTransferUpdateRequest:
@@ -183,6 +204,12 @@ def describe(tensors: Mapping[str, Tensor]) -> WeightTransferUpdateRequest:
         [list(tensor.shape) for tensor in tensors.values()],
     )
     return WeightTransferUpdateRequest(list(tensors), update_info=msgspec.structs.asdict(headers))
+
+
+def _label(name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+    """What the group carries before a tensor; always of the same length."""
+    text = f"{name} {dtype} {list(shape)}".encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _from_trainer() -> Any:

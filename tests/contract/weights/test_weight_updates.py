@@ -31,6 +31,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 LENGTH = 12
 OLD, NEW = 0, 1
 """Seeds of checkpoints."""
+NORM, SIZE = "model.norm.weight", 32
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +387,35 @@ def test_contract_C26_replicas_have_ranks_of_their_own(
         assert generate(core, PROMPT, max_tokens=LENGTH) == expected[NEW]
 
 
+@pytest.mark.parametrize(
+    ("name", "length", "dtype"),
+    [
+        (NORM, SIZE // 2, torch.float32),
+        (NORM, SIZE * 2, torch.float32),
+        (NORM, SIZE, torch.float64),
+        (NORM, SIZE, torch.int32),
+        ("model.layers.0.input_layernorm.weight", SIZE, torch.float32),
+    ],
+)
+def test_contract_C26_a_trainer_that_sends_something_else_fails_the_update(
+    engine: MakeCore, sender: WeightSender, name: str, length: int, dtype: torch.dtype
+) -> None:
+    """Nothing is filled by half or with what was meant for another place, and the engine lives."""
+    core = engine()
+    joined(core, sender)
+    pause(core)
+    core.call("start_weight_update", [])
+    others = {name: torch.ones(length, dtype=dtype)}
+    refusal = rf"sends {name} .*, where {NORM} float32 \[{SIZE}\] was announced"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(sender.send, others)
+        with pytest.raises(DiptychError, match=refusal):
+            core.call("update_weights", [describe({NORM: torch.ones(SIZE)})])
+    core.call("reload_weights", [])
+    core.call("resume_generation", [])
+    assert generate(core, PROMPT, max_tokens=1)
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_contract_C26_a_trainer_that_says_nothing_fails_the_update(
     engine: MakeCore, expected: list[list[int]], gone: bool
@@ -414,6 +444,8 @@ def test_contract_C26_a_trainer_that_says_nothing_fails_the_update(
         ({"master_address": "no.such.host.invalid"}, DiptychError, "no trainer at"),
         ({"master_port": 0}, InvalidRequestError, "must be a port"),
         ({"rank_offset": 2}, InvalidRequestError, "rank_offset"),
+        ({"world_size": 1 << 31}, InvalidRequestError, "world_size"),
+        ({"master_address": "a" * 64}, DiptychError, "no trainer at"),
         ({"timeout_s": 1e9}, InvalidRequestError, "timeout_s"),
         ({"world_size": "two"}, InvalidRequestError, "Expected `int`"),
         ({"unknown": 1}, InvalidRequestError, "unknown"),
