@@ -24,6 +24,7 @@ CONFIG_FILE: Final = "adapter_config.json"
 TENSOR_FILE: Final = "adapter_model.safetensors"
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_HEADER_BYTES: Final = 16 << 20
+MAX_FACTOR: Final = torch.finfo(torch.float32).max
 TENSOR_NAME: Final = re.compile(
     r"base_model\.model\.model\.(?:text_model\.)?layers\.(\d+)\.([\w.]+)\.lora_(A|B)\.weight"
 )
@@ -52,7 +53,7 @@ class PeftConfig(msgspec.Struct):
         for ok, complaint in (
             (self.peft_type == "LORA", f"peft_type {self.peft_type!r} is not LORA"),
             (1 <= self.r <= max_rank, f"rank {self.r} is not in 1..{max_rank} (max_lora_rank)"),
-            (math.isfinite(self.lora_alpha), "lora_alpha is not a number"),
+            (abs(self.lora_alpha) <= MAX_FACTOR, f"lora_alpha {self.lora_alpha:g} is no float32"),
             (not self.use_dora, "DoRA is not supported"),
             (not self.fan_in_fan_out, "fan_in_fan_out is not supported"),
             (self.bias == "none", f"bias {self.bias!r} is not supported"),

@@ -60,6 +60,7 @@ def ask(core: EngineCore, request: LoRARequest) -> list[int]:
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"r": 65}, "rank 65 is not in 1..64"),
+    "factor": ({"lora_alpha": 1e39}, r"lora_alpha 1e\+39 is no float32"),
     "dora": ({"use_dora": True}, "DoRA"),
     "bias": ({"bias": "all"}, "bias 'all'"),
     "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
