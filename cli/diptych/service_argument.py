@@ -31,6 +31,8 @@ class ServiceArgument(click.ParamType[Source]):
             return value
         if value in KNOWN:
             return KNOWN[value]
+        if "://" in value or value.endswith(".gguf"):
+            self.fail(_address(value), param, ctx)
         if value.startswith("examples/") and not Path(value).exists():
             return Path(_FILE.convert(own_file(value), param, ctx))
         if "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).exists():
@@ -69,6 +71,14 @@ def _unknown(name: str) -> str:
         f"{name!r} is neither a file nor a known model; {meant}`diptych models` lists all names, "
         "and any other model is served from a file that names it, such as those in "
         f"{own_file('examples')}"
+    )
+
+
+def _address(value: str) -> str:
+    uri = value if "://" in value else Path(value).absolute().as_uri()
+    return (
+        f"{value!r} is a model, which a file names: copy {own_file('examples/smollm2.yaml')}, "
+        f"write `uri: {uri}` in it, and give the copy"
     )
 
 

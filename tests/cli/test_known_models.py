@@ -104,6 +104,23 @@ def test_an_unknown_name_is_answered_with_the_nearest(command: str) -> None:
     assert "diptych models" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["up", "demo", "render"])
+@pytest.mark.parametrize("model", ["hf://org/name", "here/some.gguf"])
+def test_a_models_address_is_answered_with_what_serves_it(
+    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the answer says can be done, and gets further."""
+    monkeypatch.chdir(tmp_path)
+    result = run(command, model)
+    assert result.exit_code == 2
+    found = re.search(r"copy (\S+), write `(uri: \S+)`", " ".join(result.stderr.split()))
+    assert found is not None
+    example, uri = found.groups()
+    text = re.sub(r"uri: \S+", uri, Path(example).read_text())
+    (tmp_path / "mine.yaml").write_text(text)
+    assert uri.removeprefix("uri: ") in run("render", "mine.yaml").stdout
+
+
 @pytest.mark.parametrize("missing", ["/no/such/file", "./qwen3:0.6b", "service.yaml"])
 def test_what_looks_like_a_path_is_a_file(missing: str) -> None:
     result = run("render", missing)
