@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import signal
+import sys
 from pathlib import Path
 
 import msgspec
@@ -56,6 +58,8 @@ def _run(
     board: Board,
     while_ready: WhileReady,
 ) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)  # until `up` has handlers of its own
     service, others = load(source)
     if others:
         kinds = ", ".join(str(other.get("kind")) for other in others)
@@ -63,6 +67,11 @@ def _run(
     programs = other_programs(source, service)  # before anything is fetched in vain
     service = with_local_model(source, service, cache, console)
     asyncio.run(up(source, service, api, programs, board, while_ready))
+
+
+def _leave(number: int, _: object) -> None:
+    """End as a shell says that this signal ends a program, but remove what was begun."""
+    sys.exit(128 + number)
 
 
 def what_to_try(state: RunState) -> list[str]:

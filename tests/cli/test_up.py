@@ -33,6 +33,15 @@ main()
 """
 """The program, but that it gives pods other than ten seconds."""
 
+EARLY = """
+import os, signal
+from diptych import up
+from diptych.main import main
+up.free_ports = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM)
+main()
+"""
+"""The program, told to end when it has a directory and no pod."""
+
 
 class Up:
     """One `diptych` command that runs in the background."""
@@ -184,6 +193,19 @@ def test_pods_die_with_a_supervisor_that_was_killed(
     processes = up.processes()
     up.process.kill()
     assert ended(processes)
+
+
+def test_a_signal_before_the_first_pod_leaves_nothing(
+    tmp_path: Path, service_file: Callable[[Service], Path], small_service: Callable[..., Service]
+) -> None:
+    """Least of all keys."""
+    (base := tmp_path / "runs").mkdir()
+    command = [sys.executable, "-c", EARLY, "up", str(service_file(small_service()))]
+    answer = subprocess.run(
+        [*command, "--port", str(free_port())],
+        capture_output=True, timeout=PATIENCE_S, env=os.environ | {"XDG_RUNTIME_DIR": str(base)},
+    )  # fmt: skip
+    assert (answer.returncode, [*base.iterdir()]) == (128 + signal.SIGTERM, []), answer.stderr
 
 
 def test_a_pod_dies_with_its_leash(start: Start, small_service: Callable[..., Service]) -> None:
