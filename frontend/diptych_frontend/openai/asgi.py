@@ -165,6 +165,8 @@ class BodyReader:
                 reading = self._read(receive, exchange, client, body)
                 complete = await exchange.deadline.within(BODY_TIMEOUT_S, reading)
             except TimeoutError as exc:
+                if body.size > self._max_bytes:
+                    raise self._too_large() from exc
                 raise InvalidRequestError("the body did not arrive in time", status=408) from exc
             if complete:
                 await self._app(scope, receive, send)

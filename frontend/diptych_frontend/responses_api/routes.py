@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -20,7 +21,7 @@ from diptych_frontend.responses_api.api_types import Item, Message, ResponsesReq
 from diptych_frontend.responses_api.conversation import ResponseChat, as_chat
 from diptych_frontend.responses_api.output import NewIds, Output
 from diptych_frontend.responses_api.store import ResponseStore, StoredResponse
-from diptych_protocol import InvalidRequestError, Renderer
+from diptych_protocol import InvalidRequestError, Renderer, TokensPrompt
 
 
 class ResponsesApi:
@@ -32,7 +33,7 @@ class ResponsesApi:
 
     def __init__(self, chat: ChatApi, store: ResponseStore) -> None:
         self._chat, self._store = chat, store
-        self.params, self.render, self.options = chat.params, chat.render, chat.options
+        self.params, self.options = chat.params, chat.options
 
     def request(self, body: ResponsesRequest, scope: Scope) -> ResponseChat:
         exchange = exchange_of(scope)
@@ -42,6 +43,16 @@ class ResponsesApi:
             chat.tenant = exchange.tenant
             chat.size = len(exchange.body) + (0 if before is None else before.size)
         return self._chat.request(chat, scope)
+
+    def render(self, request: ResponseChat, renderer: Renderer) -> list[TokensPrompt]:
+        try:
+            return self._chat.render(request, renderer)
+        except InvalidRequestError as exc:
+            if not (exc.param or "").startswith("messages"):
+                raise
+            # The client sent items, which share messages.
+            said = re.sub(r"^messages[\w.\[\]]*", "a message of input", str(exc))
+            raise InvalidRequestError(said, param=self.prompt_field) from exc
 
     def _before(self, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
         if body.previous_response_id is None:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych_frontend.openai import asgi
 from diptych_protocol import UnsupportedFeatureError
 
 CHAT = "/v1/chat/completions"
@@ -246,7 +248,7 @@ def test_no_json_in_any_field_is_the_servers_fault(
     assert status in (200, 400, 404)
 
 
-async def status_of(app: Any, path: str, content: bytes) -> int:
+async def status_of(app: Any, path: str, content: bytes | AsyncIterator[bytes]) -> int:
     """The status with which the app answers, without a socket between."""
     headers = {"content-type": "application/json"}
     transport = httpx.ASGITransport(app)
@@ -271,6 +273,18 @@ async def test_each_refusal_before_the_body_has_its_status(http: httpx.AsyncClie
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert answer.json()["error"]["code"] == code
     assert (await http.get(CHAT)).headers["allow"] == "POST"
+
+
+async def test_a_body_that_is_too_large_is_told_so_also_if_its_end_never_comes(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asgi, "BODY_TIMEOUT_S", 0.2)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x" * (65 << 10)
+        await asyncio.Event().wait()
+
+    assert await status_of(app, COMPLETIONS, stalled()) == 413
 
 
 @pytest.mark.parametrize(

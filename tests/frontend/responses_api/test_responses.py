@@ -225,7 +225,7 @@ async def test_a_forced_call_is_a_form(http: httpx.AsyncClient, engine: Any, cho
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
         ({"input": [RESULT | {"call_id": None}]}, "input"),
         ({"input": [USER] * 5000}, "input"),
-        ({"input": [CALL | {"arguments": "{"}]}, "messages"),
+        ({"input": [CALL | {"arguments": "{"}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 101}, "temperature"),
         ({"top_p": 2}, "top_p"),
@@ -257,6 +257,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
     answer = await strict_http.post(PATH, json=body(**changes))
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+    assert "messages[" not in answer.text
 
 
 async def test_a_refusal_is_told_as_by_other_routes(http: httpx.AsyncClient, engine: Any) -> None:
