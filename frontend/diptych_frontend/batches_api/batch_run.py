@@ -82,6 +82,9 @@ REFUSED: Final = frozenset({429, 503})
 MAX_REFUSED_S: Final = 60.0
 """A client that is refused for longer than this, or for good, leaves its places to others."""
 LEAST_ROOM_BYTES: Final = 1 << 20
+OPEN_BYTES: Final = 16 << 20
+"""A batch has no second request under way that would make its lines larger than this together: a
+line that is asked takes several times its size."""
 
 
 PRIORITY: Final = 1000
@@ -125,7 +128,8 @@ class BatchRun:
         self._journal = journal
         self._stop = asyncio.Event()
         self._stopped = asyncio.create_task(self._stop.wait())
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: dict[asyncio.Task[None], int] = {}
+        """The requests under way, with the sizes of their lines."""
         self._end: End | None = None
         """How it ends, if it does not merely stop."""
         self._has_room = True
@@ -226,10 +230,10 @@ class BatchRun:
         try:
             lines = self._undone(file)
             while (line := await disk.run_long(next, lines, None)) is not None:
-                if not await self._turn():
+                if not await self._turn(len(line.body)):
                     return
                 task = asyncio.create_task(self._one(line))
-                self._asking.add(task)
+                self._asking[task] = len(line.body)
                 task.add_done_callback(self._ended)
             while self._asking and not self._stop.is_set():
                 await asyncio.wait(self._asking)
@@ -242,18 +246,19 @@ class BatchRun:
             if isinstance(line, Line) and line.custom_id not in self._journal.done:
                 yield line
 
-    async def _turn(self) -> bool:
-        """Wait until another request may be sent; False: the batch stops."""
+    async def _turn(self, size: int) -> bool:
+        """Wait until a request of a line of this size may be sent; False: the batch stops."""
         while await self._slot():
-            if not self._gives_way():
+            if not self._gives_way(size):
                 return True
             self._server.slots.release()  # others may be luckier
             await self._stops_within(LOOK_S)
         return False
 
-    def _gives_way(self) -> bool:
+    def _gives_way(self, size: int) -> bool:
+        crowded = self._server.manners.is_busy() or sum(self._asking.values()) + size > OPEN_BYTES
         # One at a time it may always have: else it would never end beside busy clients.
-        return (bool(self._asking) and self._server.manners.is_busy()) or not self._has_room
+        return (bool(self._asking) and crowded) or not self._has_room
 
     async def _slot(self) -> bool:
         """Wait until there are not too many requests; False: the batch stops."""
@@ -268,7 +273,7 @@ class BatchRun:
         return False
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._asking.discard(task)
+        del self._asking[task]
         self._server.slots.release()
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = failure

@@ -311,6 +311,22 @@ async def test_requests_of_batches_are_few_at_a_time(
         assert (await ended(ann, batch)).status == "completed"
 
 
+async def test_requests_of_long_lines_are_fewer_at_a_time(
+    start: Any, engine: EchoEngine, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_run, "OPEN_BYTES", 4500)
+    engine.gate.clear()
+    long = asked(user="x" * 2000)
+    async with start(engine, concurrency=16) as server, server.client("ann") as ann:
+        batch = await begun(ann, written(*[long] * 4))
+        await until(lambda: len(engine.running) == 2)
+        await asyncio.sleep(0.1)
+        assert len(engine.running) == 2
+        monkeypatch.setattr(batch_run, "OPEN_BYTES", 1)
+        engine.gate.set()
+        assert (await ended(ann, batch)).status == "completed"
+
+
 async def test_batches_give_way_while_others_wait_but_never_stand_still(
     start: Any, engine: EchoEngine, written: Any
 ) -> None:
