@@ -114,8 +114,8 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "StatLoggerManager": "diptych_frontend.observability.stat_loggers",
     },
     "v1.metrics.stats": {
-        "FinishedRequestStats": "diptych_frontend.observability.iteration_stats",
-        "IterationStats": "diptych_frontend.observability.iteration_stats",
+        "FinishedRequestStats": "diptych_frontend.observability.stat_loggers",
+        "IterationStats": "diptych_frontend.observability.stat_loggers",
         "SchedulerStats": _PROTOCOL,
     },
     "v1.metrics.reader": dict.fromkeys(

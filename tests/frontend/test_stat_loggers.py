@@ -8,8 +8,7 @@ import pytest
 from engine_kit.stat_logger import RecordingLogger
 from engine_kit.wire import request
 
-from diptych_frontend.observability.iteration_stats import IterationWatch
-from diptych_frontend.observability.stat_loggers import StatLoggerManager
+from diptych_frontend.observability.stat_loggers import IterationWatch, StatLoggerManager
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutput,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from diptych_frontend.observability.iteration_stats import IterationStats
-from diptych_frontend.observability.stat_loggers import StatLogger
+from diptych_frontend.observability.stat_loggers import IterationStats, StatLogger
 from diptych_protocol import EngineConfig, MultiModalCacheStats, SchedulerStats
 
 
