@@ -16,7 +16,7 @@ from engine_kit.echo_engine import EchoEngine
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.batches_api import file_store, form, upload
+from diptych_frontend.batches_api import file_store, upload
 from diptych_frontend.batches_api.api_types import KEPT_S
 
 BOB = {"authorization": "Bearer key-of-bob"}
@@ -234,7 +234,7 @@ async def test_files_are_bounded_in_size_and_number(
     headers = {"content-type": "multipart/form-data; boundary=b"}
     answer = await http.post("/v1/files", content=without_length(), headers=headers)
     assert answer.status_code == 413
-    monkeypatch.setattr(form, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(upload, "MAX_FILE_BYTES", 100)
     answer = await http.post("/v1/files", files={"file": ("a", b"x" * 101)})
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     monkeypatch.setattr(file_store, "MAX_FILES", 1)
@@ -311,7 +311,7 @@ def test_a_field_may_come_in_any_pieces() -> None:
         b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\na\r\nb\r\n--b--'
     )
     for size in (1, 2, 3, 7, len(body)):
-        read = form.UploadForm("multipart/form-data; boundary=b")
+        read = upload.UploadForm("multipart/form-data; boundary=b")
         content = b"".join(
             read.feed(body[start : start + size]) for start in range(0, len(body), size)
         )

@@ -36,8 +36,8 @@ from diptych_frontend.admin.control import (
     UnloadAdapter,
     Update,
 )
-from diptych_frontend.batches_api.form import UploadForm
 from diptych_frontend.batches_api.lines import check
+from diptych_frontend.batches_api.upload import UploadForm
 from diptych_frontend.browsers import HOST, ORIGIN, BrowserRules
 from diptych_frontend.images.decoding import bytes_of_url, decoded
 from diptych_frontend.model_files.gguf_header import read_header
@@ -266,7 +266,7 @@ def parsers() -> Iterator[Parser]:
     front, proto = "frontend/diptych_frontend", "protocol/diptych_protocol"
     hinge = "kv_transfer/diptych_kv_transfer"
     yield Parser(
-        "multipart forms", (f"{front}/batches_api/form.py",), multipart,
+        "multipart forms", (f"{front}/batches_api/upload.py",), multipart,
         (b'multipart/form-data; boundary=b\n--b\r\ncontent-disposition: form-data; name="purpose"'
          b'\r\n\r\nbatch\r\n--b\r\ncontent-disposition: form-data; name="file"\r\n\r\nx\r\n'
          b"--b--\r\n",
