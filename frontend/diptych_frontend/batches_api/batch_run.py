@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from diptych_frontend.batches_api import states
 from diptych_frontend.batches_api.api_types import BatchError, LineError, LineResponse, LineResult
 from diptych_frontend.batches_api.batch_store import BatchStore
-from diptych_frontend.batches_api.disk import Disk
+from diptych_frontend.batches_api.folder import Disk
 from diptych_frontend.batches_api.in_process import Answer, Asker, ask
 from diptych_frontend.batches_api.journal import DONE, ERROR, Journal
 from diptych_frontend.batches_api.lines import Checked, Line, check, lines_of, read_line

@@ -12,9 +12,8 @@ from starlette.types import ASGIApp
 
 from diptych_frontend.batches_api.batch_run import BatchMetrics, BatchRun, Manners, Surroundings
 from diptych_frontend.batches_api.batch_store import BatchStore
-from diptych_frontend.batches_api.disk import Disk
 from diptych_frontend.batches_api.file_store import FileStore
-from diptych_frontend.batches_api.folder import Folder
+from diptych_frontend.batches_api.folder import Disk, Folder
 from diptych_frontend.batches_api.upload import Uploads
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import DiptychError

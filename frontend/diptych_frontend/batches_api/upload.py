@@ -20,9 +20,8 @@ from multipart import (
 from starlette.requests import Request
 
 from diptych_frontend.batches_api.api_types import KEPT_S, FileForm, FileObject
-from diptych_frontend.batches_api.disk import Disk
 from diptych_frontend.batches_api.file_store import FileStore
-from diptych_frontend.batches_api.folder import create, sync
+from diptych_frontend.batches_api.folder import Disk, create, sync
 from diptych_frontend.openai.asgi import BODY_TIMEOUT_S
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.exchange import Exchange, exchange_of

@@ -8,8 +8,8 @@ import os
 import pytest
 from waits import PATIENCE_S
 
-from diptych_frontend.batches_api import disk
-from diptych_frontend.batches_api.disk import Disk
+from diptych_frontend.batches_api import folder
+from diptych_frontend.batches_api.folder import Disk
 from diptych_protocol import EngineOverloadedError
 
 CONTENT = bytes(1 << 20)
@@ -21,7 +21,7 @@ async def test_a_file_stays_open_while_a_thread_that_was_given_up_writes_it(
 ) -> None:
     """Else its descriptor would become that of another file or connection, and the thread would
     write there."""
-    monkeypatch.setattr(disk, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(folder, "PATIENCE_S", 0.05)
     reading, writing = os.pipe()
     file, threads = os.fdopen(writing, "wb"), Disk()
     with pytest.raises(EngineOverloadedError, match="does not answer"):
