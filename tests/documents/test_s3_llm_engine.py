@@ -16,7 +16,7 @@ import pytest
 from documents_kit.signatures import differences, written
 from engine_kit.llm_engine import CONFIG, params, run
 
-from diptych_frontend.text import deprecations
+from diptych_frontend.text import input_processor
 from diptych_protocol import InvalidRequestError
 
 LLMEngine: Any = import_module("diptych_engine.as_vllm.v1.engine.llm_engine").LLMEngine
@@ -147,7 +147,7 @@ def test_a_request_goes_through_the_documents_two_steps(engine: Any) -> None:
 def test_a_request_made_by_the_caller_works_with_a_warning_and_keeps_its_id(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    deprecations._warn_once.cache_clear()
+    input_processor._warn_once.cache_clear()
     made = engine.input_processor.process_inputs("own", [1, 2, 3], params(max_tokens=2))
     with caplog.at_level(logging.WARNING):
         for request in (copy(made), made):

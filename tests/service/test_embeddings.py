@@ -24,7 +24,7 @@ from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.probes import METRICS_AGE_S
-from diptych_frontend.text import deprecations
+from diptych_frontend.text import input_processor
 from diptych_protocol import (
     Array,
     EmbedsPrompt,
@@ -215,7 +215,7 @@ async def test_contract_B10_prompt_embeds_cross_the_hinge(
 async def test_contract_A11_truncate_prompt_tokens_is_ignored_with_a_warning(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    deprecations._warn_once.cache_clear()
+    input_processor._warn_once.cache_clear()
     outputs = pair.prefill.encode([1, 2, 3], PoolingParams(), "r", truncate_prompt_tokens=1)
     output = await anext(outputs)
     assert output.prompt_token_ids == [1, 2, 3]

@@ -21,8 +21,7 @@ from diptych_frontend.core_client.foreign_options import MM_REGISTRY, with_execu
 from diptych_frontend.observability.metrics import RequestProgress, ServerMetrics
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
-from diptych_frontend.text.deprecations import warn_of_made_requests
-from diptych_frontend.text.input_processor import InputProcessor, name_alike
+from diptych_frontend.text.input_processor import InputProcessor, name_alike, warn_of_made_requests
 from diptych_frontend.text.output_processor import Collector, OutputProcessor, fan_out
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Unpack
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
-from diptych_frontend.text.deprecations import warn_of_made_requests, warn_of_truncation
-from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of
+from diptych_frontend.text.input_processor import (
+    InputProcessor,
+    name_alike,
+    params_of,
+    warn_of_made_requests,
+    warn_of_truncation,
+)
 from diptych_frontend.text.output_processor import (
     Collector,
     OutputProcessor,

@@ -12,7 +12,7 @@ import torch
 from engine_kit.llm_engine import ARGS, params, run
 
 from diptych_engine import AsyncLLM, LLMEngine
-from diptych_frontend.text import deprecations
+from diptych_frontend.text import input_processor
 from diptych_protocol import (
     EngineCoreRequest,
     InvalidRequestError,
@@ -164,7 +164,7 @@ async def test_contract_C27_a_prompt_in_pieces_has_the_text_that_was_given(
         for piece in ([1, 2, 3], [4, 5]):
             yield StreamingInput(piece)
 
-    deprecations._warn_once.cache_clear()
+    input_processor._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         outputs = client.generate(pieces(), params(max_tokens=1), "r", prompt_text="given")
         told = {tuple(o.prompt_token_ids or ()): o.prompt async for o in outputs}
