@@ -32,7 +32,6 @@ from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectRoute, give_back
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import ModelCard, ModelList, json_response
-from diptych_frontend.openai.token_count import TokenizerRoute
 from diptych_frontend.probes import NO_SITES, Probes
 from diptych_frontend.quotas.quotas import Quotas
 from diptych_frontend.reasoning.parser import ReasoningParser
@@ -50,6 +49,7 @@ from diptych_frontend.vllm_api.scoring import (
 from diptych_frontend.vllm_api.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,
+    TokenizerRoute,
     detokenized,
     tokenized,
 )

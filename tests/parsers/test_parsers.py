@@ -195,7 +195,7 @@ BY_ROUTES = (
     "frontend/diptych_frontend/openai/exchange.py",
     "frontend/diptych_frontend/openai/generation.py",
     "frontend/diptych_frontend/openai/rejection.py",
-    "frontend/diptych_frontend/openai/token_count.py",
+    "frontend/diptych_frontend/vllm_api/tokenization.py",
 )
 """Bodies of requests: these are fed through the routes."""
 ELSEWHERE = {
