@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.execution.batch_rows import BatchRows
+from diptych_engine.execution.batch_rows import BatchRows, order_of
 from diptych_engine.execution.drafter import Drafter, draft_source
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
@@ -46,7 +46,6 @@ from diptych_engine.execution.prompt_logprobs import PromptLogprobs
 from diptych_engine.execution.routed_experts import RoutedExperts, check_routed
 from diptych_engine.execution.row_options import load_processors
 from diptych_engine.execution.sampler import Sampler
-from diptych_engine.execution.step_order import order_of
 from diptych_engine.execution.worker_extension import extension_methods
 from diptych_engine.execution.worker_memory import WorkerMemory
 from diptych_engine.lora.bank import LoraBank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych_engine.execution.step_order import order_of
+from diptych_engine.execution.batch_rows import order_of
 from diptych_engine.scheduling.request import Request, ScheduledRequest
 from diptych_protocol import SamplingParams
 
