@@ -16,8 +16,7 @@ from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepCost, StepShape
 from diptych.simulator.engine import EngineLimits, Sequence
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.plan import Overheads, Pod, SimulatedPool, SimulatedService
-from diptych.simulator.reports import statistics
+from diptych.simulator.plan import Overheads, Pod, SimulatedPool, SimulatedService, statistics
 from diptych.simulator.workload import Request
 from diptych_router.choosing.policies.prefix_aware import POLICY as PREFIX_AWARE
 

@@ -15,8 +15,14 @@ from typing import Any
 
 from diptych.simulator.engine import Sequence as Row
 from diptych.simulator.metrics import Log
-from diptych.simulator.plan import Job, Pod, SimulatedService
-from diptych.simulator.reports import expected_news, prefix_news, statistics
+from diptych.simulator.plan import (
+    Job,
+    Pod,
+    SimulatedService,
+    expected_news,
+    prefix_news,
+    statistics,
+)
 from diptych.simulator.routing import Router, WouldBeLate
 from diptych.simulator.workload import Request
 from diptych_protocol.wire import Heartbeat
