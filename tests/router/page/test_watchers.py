@@ -12,9 +12,9 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_protocol import EngineOverloadedError
-from diptych_router.telling.page import watchers
+from diptych_router.telling.page import routes
 from diptych_router.telling.page.panels import EngineFigures, Panels, panels_of
-from diptych_router.telling.page.watchers import MOST_OF_ONE, MOST_WATCHERS, PULSE, Watchers
+from diptych_router.telling.page.routes import MOST_OF_ONE, MOST_WATCHERS, PULSE, Watchers
 
 
 class View:
@@ -36,7 +36,7 @@ class View:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchers, "LOOK_S", 0.001)
+    monkeypatch.setattr(routes, "LOOK_S", 0.001)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ async def test_nobody_looks_while_nobody_watches(
 async def test_many_pages_cost_one_look(
     view: View, watched: Watchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchers, "LOOK_S", 3600)
+    monkeypatch.setattr(routes, "LOOK_S", 3600)
     async with AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(watched.watching(f"client {n}")) for n in range(10)
@@ -115,7 +115,7 @@ async def test_there_is_room_for_so_many_pages_and_for_those_of_others(watched: 
 async def test_a_quiet_stream_shows_that_it_lives(
     watched: Watchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchers, "SILENCE_S", 0.0)
+    monkeypatch.setattr(routes, "SILENCE_S", 0.0)
     async with watched.watching("alice") as events:
         await next_of(events)
         assert await asyncio.wait_for(anext(events), PATIENCE_S) == PULSE
@@ -133,7 +133,7 @@ async def test_streams_end_when_the_router_leaves(view: View) -> None:
 async def test_a_stream_ends_after_its_time(
     watched: Watchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchers, "STREAM_S", 0.0)
+    monkeypatch.setattr(routes, "STREAM_S", 0.0)
     async with watched.watching("alice") as events:
         assert [event async for event in events] == []
 
