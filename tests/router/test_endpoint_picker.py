@@ -29,8 +29,7 @@ from service_kit import make_router
 
 from diptych_frontend.app import MAX_BODY_BYTES
 from diptych_router.program import picker_process
-from diptych_router.program.endpoint_picker import PickerStream, pick
-from diptych_router.program.ext_proc import OVERWRITE_IF_EXISTS_OR_ADD
+from diptych_router.program.endpoint_picker import OVERWRITE_IF_EXISTS_OR_ADD, PickerStream, pick
 from diptych_router.program.picker_process import RouterState, picking
 from diptych_router.requests import pool_client
 

@@ -20,7 +20,7 @@ from free_ports import free_port
 from grpc_health.v1 import health_pb2
 from waits import PATIENCE_S, wait_until
 
-from diptych_router.program.ext_proc import BODY_MODES, MESSAGES
+from diptych_router.program.endpoint_picker import BODY_MODES, MESSAGES
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
