@@ -18,7 +18,7 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.names import CONFIG_HASH_ANNOTATION, ROLE_LABEL, object_name
 from diptych_operator.api.parse import parse_object
 from diptych_operator.kube import cluster as capabilities
-from diptych_operator.kube.difference import differences
+from diptych_operator.kube.client import differences
 from diptych_operator.render import fixed_counts, render_revision, render_shared
 from diptych_operator.revision import key_set, revision
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, label

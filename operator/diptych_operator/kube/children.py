@@ -22,8 +22,7 @@ from diptych_operator.api.base import Raw, digest
 from diptych_operator.api.names import APPLIED_ANNOTATION, COMPONENT_LABEL, Owner, labels
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION
-from diptych_operator.kube.client import ApiError, Kube, name_of, tolerating
-from diptych_operator.kube.difference import differences
+from diptych_operator.kube.client import ApiError, Kube, differences, name_of, tolerating
 
 ChildId = tuple[str, str, str]
 """Namespace, kind, name."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -21,7 +21,6 @@ import msgspec
 from kubernetes.aio import client, config
 
 from diptych_operator.api.base import Raw
-from diptych_operator.kube.difference import differences
 from diptych_protocol import UNREADABLE, DiptychError
 
 FIELD_MANAGER = "diptych"
@@ -361,3 +360,28 @@ def _refusal(status: int, data: bytes) -> ApiError:
     error = ApiError(status, str(said.get("reason", "")), told)
     error.blames_object = not remedies
     return error
+
+
+class Difference(NamedTuple):
+    """One field of a rendering; `live` is None where the object has none."""
+
+    path: str
+    wanted: Any
+    live: Any
+
+
+def differences(wanted: Any, live: Any, path: str = "") -> Iterator[Difference]:
+    """Yield the fields of `wanted` that `live` lacks or has otherwise.
+
+    Fields that only `live` has are defaults, or other managers'. What is empty is not stored, and
+    the API server makes texts of some numbers. A list of another length differs as a whole.
+    """
+    if isinstance(wanted, Mapping) and isinstance(live, Mapping):
+        for name, value in wanted.items():
+            yield from differences(value, live.get(name), f"{path}.{name}".lstrip("."))
+    elif isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
+        for index, (value, there) in enumerate(zip(wanted, live, strict=True)):
+            name = value.get("name", index) if isinstance(value, Mapping) else index
+            yield from differences(value, there, f"{path}[{name}]")
+    elif (wanted or live) and str(wanted) != str(live):
+        yield Difference(path, wanted, live)

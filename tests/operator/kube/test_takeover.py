@@ -15,8 +15,8 @@ from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
 from diptych_operator.kube.children import Children
+from diptych_operator.kube.client import Difference, differences
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.kube.difference import Difference, differences
 from diptych_operator.render import KeySets, once, render_shared
 from diptych_operator.render.once import KEPT, Renderings
 from diptych_protocol.router_settings import Serving
