@@ -21,12 +21,12 @@ import pytest
 from waits import FOR_EVER_S, PATIENCE_S, Deadline, source_of
 
 from diptych_frontend.model_files.fetch.cache import CacheEntry
-from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.download import PARTS_AT_A_TIME, with_attempts
 from diptych_frontend.model_files.fetch.fetch import fetch_model
 from diptych_frontend.model_files.fetch.source import (
     BadSourceError,
     ChangedError,
+    Credentials,
     FetchError,
     UnreachableError,
 )

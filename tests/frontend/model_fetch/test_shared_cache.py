@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.fetch import fetch_model
-from diptych_frontend.model_files.fetch.source import UnreachableError
+from diptych_frontend.model_files.fetch.source import Credentials, UnreachableError
 
 COMMIT = "c0ffee" + 34 * "0"
 WEIGHTS = "model-00001-of-00002.safetensors"

@@ -9,9 +9,14 @@ import signal
 import sys
 from pathlib import Path
 
-from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
 from diptych_frontend.model_files.fetch.fetch import fetch_model
-from diptych_frontend.model_files.fetch.source import URI, BadSourceError, FetchError
+from diptych_frontend.model_files.fetch.source import (
+    URI,
+    BadSourceError,
+    Credentials,
+    FetchError,
+    read_credentials,
+)
 from diptych_frontend.program import setup_logging
 from diptych_protocol import InvalidRequestError
 

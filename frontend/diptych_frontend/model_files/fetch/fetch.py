@@ -15,7 +15,6 @@ from typing import Final
 
 from diptych_frontend.installation import this_installation
 from diptych_frontend.model_files.fetch.cache import CacheEntry, Record, gib
-from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.download import (
     PART_BYTES,
     download,
@@ -29,6 +28,7 @@ from diptych_frontend.model_files.fetch.source import (
     URI,
     BadSourceError,
     Checksum,
+    Credentials,
     FetchError,
     RemoteFile,
     Source,

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.source import (
     CREDENTIALS,
     URI,
     BadSourceError,
     ChangedError,
+    Credentials,
     FetchError,
     RemoteFile,
     UnreachableError,

@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.http_ranges import HttpRanges, refusal
 from diptych_frontend.model_files.fetch.source import (
     CREDENTIALS,
@@ -26,6 +25,7 @@ from diptych_frontend.model_files.fetch.source import (
     URI,
     BadSourceError,
     Checksum,
+    Credentials,
     FetchError,
     RemoteFile,
     UnreachableError,

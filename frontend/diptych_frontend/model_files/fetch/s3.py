@@ -19,12 +19,12 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
-from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.source import (
     CREDENTIALS,
     URI,
     BadSourceError,
     ChangedError,
+    Credentials,
     RemoteFile,
     UnreachableError,
 )
