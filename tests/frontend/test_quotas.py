@@ -22,8 +22,7 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import SIGNING_KEY, ApiKeys
 from diptych_frontend.quotas import books
 from diptych_frontend.quotas.books import Books, Wish, verified
-from diptych_frontend.quotas.ledger import Bill, Ledger
-from diptych_frontend.quotas.limits import NO_LIMITS, Limits, read_limits
+from diptych_frontend.quotas.ledger import NO_LIMITS, Bill, Ledger, Limits, read_limits
 from diptych_frontend.quotas.quotas import Quotas
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.openai.exchange import exchange_of, header
 from diptych_frontend.openai.mounted import Mark, TooManyFilesError, mark, names_in, read
-from diptych_frontend.quotas.limits import NO_LIMITS, Limits, read_limits
+from diptych_frontend.quotas.ledger import NO_LIMITS, Limits, read_limits
 from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)

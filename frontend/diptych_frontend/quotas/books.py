@@ -24,8 +24,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diptych_frontend.quotas.ledger import Bill, Count, DayOfKey, Grant, Ledger
-from diptych_frontend.quotas.limits import Limits
+from diptych_frontend.quotas.ledger import Bill, Count, DayOfKey, Grant, Ledger, Limits
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diptych_frontend.quotas.books import Books, Wish
-from diptych_frontend.quotas.ledger import Bill, Count, Grant, Window
-from diptych_frontend.quotas.limits import NO_LIMITS, Limits
+from diptych_frontend.quotas.ledger import NO_LIMITS, Bill, Count, Grant, Limits, Window
 from diptych_protocol import EngineOverloadedError, InvalidRequestError, QuotaExceededError
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.resumption import EventIds, asked_for, choose_kept
 from diptych_frontend.quotas.books import Books
-from diptych_frontend.quotas.limits import Limits
+from diptych_frontend.quotas.ledger import Limits
 from diptych_frontend.quotas.quotas import Quotas
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
