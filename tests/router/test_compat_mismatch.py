@@ -12,8 +12,8 @@ from engine_kit.fake_core import FakeCore
 from free_ports import free_port
 
 from diptych_protocol import EngineDescription, RouterConfig
-from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target
+from diptych_router.engines.engine_link import compat_mismatch
 from diptych_router.engines.engine_table import Role
 from diptych_router.requests.pools.pools import Pools
 

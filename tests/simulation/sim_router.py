@@ -28,7 +28,7 @@ from diptych_protocol import (
 from diptych_protocol.wire import TAKE_KEPT
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.choosing.roles import OTHER
-from diptych_router.engines.descriptions import common_to_leases
+from diptych_router.engines.engine_link import common_to_leases
 from diptych_router.engines.engine_table import Role
 from diptych_router.engines.known_prefixes import BlockNaming, keys_of
 from diptych_router.requests import table_interface

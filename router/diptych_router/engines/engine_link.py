@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,8 +30,8 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_protocol.config import MAX_PLACE_CHARACTERS
+from diptych_protocol.kv_transfer_params import differences
 from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
-from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import ROLES, EngineRow, Role
 from diptych_router.engines.health_book import Breaker
 from diptych_router.engines.liveness import Liveness
@@ -425,3 +425,37 @@ class EngineLink:
             if not ended.done():
                 ended.set_exception(EngineDeadError(str(cause)))
         self._on_lost(self, cause)
+
+
+def compat_mismatch(
+    prefill: Sequence[EngineDescription], decode: Sequence[EngineDescription]
+) -> str:
+    """Return how the pair that differs least differs; empty if one fits, or there is none."""
+    closest: list[str] = []
+    said = ""
+    for source in prefill:
+        for target in decode:
+            found = differences(source.compat, target.compat, "in prefill", "in decode")
+            if not found:
+                return ""
+            if not said or len(found) < len(closest):
+                closest = found
+                said = (
+                    f"{source.shown_name} and {target.shown_name} cannot exchange KV "
+                    f"({'; '.join(found)})"
+                )
+    return said
+
+
+def common_to_leases(about: EngineDescription, fingerprint: str) -> KVTransferParams:
+    """Return the parameters that all leases of an engine have in common."""
+    return KVTransferParams(
+        do_remote_prefill=True,
+        remote_engine_id=about.engine_id,
+        remote_host=about.kv_transfer_host,
+        remote_port=about.kv_transfer_port,
+        epoch=about.epoch,
+        compat=fingerprint,
+        remote_block_size=about.block_size,
+        proof=about.kv_transfer_proof,
+    )

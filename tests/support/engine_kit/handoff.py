@@ -44,7 +44,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.config import Staging
 from diptych_router.choosing.policy import Decision, RequestView
-from diptych_router.engines.descriptions import common_to_leases
+from diptych_router.engines.engine_link import common_to_leases
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_table import RequestTable

@@ -33,9 +33,14 @@ from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.choosing.roles import OTHER, Watch
-from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target, resolve
-from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
+from diptych_router.engines.engine_link import (
+    CALL_ERRORS,
+    EngineLink,
+    ReadKeys,
+    compat_mismatch,
+    key_of,
+)
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.health_book import FullEngines
 from diptych_router.engines.serving import RevisionShare, ServingFile
