@@ -31,13 +31,14 @@ import msgspec
 
 from diptych_operator.api.names import POOLS
 from diptych_operator.api.pools import (
+    NOTHING,
+    Counts,
     DecodeAutoscaling,
     DecodePool,
     PrefillAutoscaling,
     PrefillPool,
 )
 from diptych_operator.attainment import NEW, Learned, attainment, need
-from diptych_operator.counts import NOTHING, Counts
 from diptych_protocol.admin import EngineReport, RouterReport
 
 Autoscaling = PrefillAutoscaling | DecodeAutoscaling

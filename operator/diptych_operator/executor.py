@@ -17,9 +17,9 @@ from diptych_operator.api.names import (
     ROLE_LABEL,
     object_name,
 )
+from diptych_operator.api.pools import NOTHING
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import InferenceService
-from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
 from diptych_operator.kube.children import (
     Children,

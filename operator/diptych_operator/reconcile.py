@@ -22,10 +22,10 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.names import UPGRADE_ANNOTATION, metadata
 from diptych_operator.api.parse import parse_object
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import EventNote, ImagesStatus
 from diptych_operator.autoscale import Memory, autoscale
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.executor import Executor
 from diptych_operator.key_keeper import KeyKeeper, KeysHeldError, KeysLostError
 from diptych_operator.kube.children import (

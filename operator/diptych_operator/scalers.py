@@ -12,10 +12,9 @@ import msgspec
 
 from diptych_operator.api.base import Object, Raw
 from diptych_operator.api.names import metadata, selector
-from diptych_operator.api.pools import DecodeAutoscaling, Pool, PoolName, PrefillAutoscaling
+from diptych_operator.api.pools import Counts, DecodeAutoscaling, Pool, PoolName, PrefillAutoscaling
 from diptych_operator.api.scaler import SCALER_KIND, PoolScalerStatus
 from diptych_operator.api.service import API_VERSION, InferenceService
-from diptych_operator.counts import Counts
 from diptych_operator.kube.children import (
     ChildId,
     NotOursError,

@@ -16,8 +16,8 @@ from diptych_operator.api.names import (
     ROLE_LABEL,
     object_name,
 )
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
-from diptych_operator.counts import Counts
 from diptych_operator.kube.children import ChildId
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets, fixed_counts

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan.messages import pods
 from diptych_operator.plan.state import (
     Phase,

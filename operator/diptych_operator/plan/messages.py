@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import Canary
-from diptych_operator.counts import Counts
 from diptych_operator.plan.state import RolloutView, at_least, less, most
 from diptych_operator.plan.trial import Trial, all_follow, lacks_requests
 

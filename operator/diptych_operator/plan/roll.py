@@ -45,7 +45,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from diptych_operator.api.names import POOLS
-from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.plan.state import (
     ONE_OF_EACH,
     RevisionState,

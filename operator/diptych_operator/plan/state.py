@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from diptych_operator.api.names import POOLS
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan.trial import Evidence, Trial
 
 

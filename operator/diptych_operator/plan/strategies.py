@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from diptych_operator.api.names import POOLS
-from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.plan.messages import (
     falling_back,
     fencing,

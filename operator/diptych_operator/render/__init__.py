@@ -11,9 +11,8 @@ from msgspec.structs import replace
 
 from diptych_operator.api.base import Object
 from diptych_operator.api.names import ROLES, roles
-from diptych_operator.api.pools import PoolName
+from diptych_operator.api.pools import Counts, PoolName
 from diptych_operator.api.service import InferenceService
-from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render.config import router_config_map, serving_config_map
 from diptych_operator.render.gateway import gateway_objects

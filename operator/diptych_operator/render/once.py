@@ -8,8 +8,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from diptych_operator.api.base import Object, ServiceKey
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService, ObjectMeta, Spec
-from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render import KeySets, render_revision, render_shared
 from diptych_protocol.router_settings import Serving

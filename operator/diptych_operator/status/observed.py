@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from diptych_operator.api.base import Raw
 from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
-from diptych_operator.counts import Counts
+from diptych_operator.api.pools import Counts
 from diptych_operator.plan.state import less, most
 from diptych_operator.status.references import Reference, key_secrets, references
 from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport

@@ -8,9 +8,9 @@ from typing import Self
 
 import msgspec
 
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import MAX_MESSAGE, RolloutStatus
-from diptych_operator.counts import Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.revision import revision
 from diptych_operator.status.observed import seconds_between

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from diptych_operator.api.base import camel_case
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import ConditionStatus, Status, TransferStatus
-from diptych_operator.counts import Counts
 from diptych_operator.plan import Step
 from diptych_operator.status.diagnose import Finding, shorten
 from diptych_operator.status.observed import Observed

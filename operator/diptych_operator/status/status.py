@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from diptych_operator.api.names import HTTP_PORT, POOLS, ROLES, object_name
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import (
     MAX_MESSAGE,
@@ -23,7 +24,6 @@ from diptych_operator.api.status import (
     Status,
     TransferStatus,
 )
-from diptych_operator.counts import Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.plan.state import sum_of
 from diptych_operator.status.canaries import transfer_status

@@ -12,8 +12,8 @@ from cluster_kit.reconciling import KEY, Object, Store, one_pass, operating
 from diptych_operator.api.images import Images
 from diptych_operator.api.names import APPLIED_ANNOTATION, REVISION_LABEL
 from diptych_operator.api.parse import parse_object
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
-from diptych_operator.counts import Counts
 from diptych_operator.kube.children import Children
 from diptych_operator.kube.client import Difference, differences
 from diptych_operator.kube.cluster import Cluster

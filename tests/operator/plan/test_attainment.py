@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_operator.api.pools import (
+    Counts,
     DecodeAutoscaling,
     DecodePool,
     PrefillAutoscaling,
@@ -25,7 +26,6 @@ from diptych_operator.attainment import (
     need,
 )
 from diptych_operator.autoscale import Memory, Scaling, autoscale
-from diptych_operator.counts import Counts
 from diptych_protocol.admin import PromiseCount
 
 TARGET = 0.95

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_operator.api.pools import (
+    NOTHING,
+    Counts,
     DecodeAutoscaling,
     DecodePool,
     PrefillAutoscaling,
     PrefillPool,
 )
 from diptych_operator.autoscale import Memory, Recommendation, Scaling, autoscale
-from diptych_operator.counts import NOTHING, Counts
 from diptych_protocol.admin import EngineReport, RouterReport
 
 PATIENCE = 300

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cluster_kit.rollout_sequence import running, sequence, table
 
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
 
 FOUR = Counts(4, 4)

@@ -9,8 +9,8 @@ from cluster_kit.rollout_sequence import running, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
 
 numbers = st.integers(1, 6)

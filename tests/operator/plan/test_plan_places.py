@@ -13,8 +13,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from diptych_operator.api.names import POOLS
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
 
 Mode = Literal["ReplaceInPlace", "Wait", "Fail"]

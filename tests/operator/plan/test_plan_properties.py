@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Canary, CanaryStep, Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Evidence, Phase, RevisionState, Step, Trial, plan
 from diptych_protocol.admin import TrialReport
 

@@ -17,9 +17,9 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_operator.api.images import Images
 from diptych_operator.api.names import metadata, selector
 from diptych_operator.api.parse import parse_object
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import PoolStatus, Status
-from diptych_operator.counts import Counts
 from diptych_operator.kube.children import ChildId, child_id, with_owner
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.watch import Indexed, settings

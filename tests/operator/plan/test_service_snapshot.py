@@ -18,8 +18,8 @@ from diptych_operator.api.names import (
     ROLE_LABEL,
 )
 from diptych_operator.api.parse import parse_object
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import InferenceService
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.executor import told_to_routers
 from diptych_operator.kube.children import belongs_to, child_id, with_owner
 from diptych_operator.plan import Phase, RevisionState, Step

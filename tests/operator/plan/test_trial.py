@@ -10,8 +10,8 @@ from cluster_kit.rollout_sequence import running
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Analysis, Canary, CanaryStep, Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
 from diptych_operator.plan.trial import advance
 from diptych_protocol.admin import TrialReport

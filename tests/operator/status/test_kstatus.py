@@ -24,8 +24,8 @@ from cluster_kit.status_cases import (
     service,
 )
 
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.status import Status
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.status.observed import DeploymentView, Observed, Problem
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diptych_operator.api.names import REVISION_LABEL, ROLE_LABEL
-from diptych_operator.counts import Counts
+from diptych_operator.api.pools import Counts
 from diptych_operator.status.observed import (
     DeploymentView,
     PodView,

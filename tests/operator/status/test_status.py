@@ -36,9 +36,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_operator.api.images import published
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import Condition, EventNote, RolloutStatus, Status, TransferStatus
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, Step, Trial
 from diptych_operator.status.observed import DeploymentView, Observed, Problem
 from diptych_operator.status.progress import Progress, deadline_missed, lacks_room, rollout_status

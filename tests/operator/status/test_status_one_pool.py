@@ -9,9 +9,9 @@ from cluster_kit.crds import inference_service, vllm_spec
 
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import Status
-from diptych_operator.counts import Counts
 from diptych_operator.executor import open_work
 from diptych_operator.plan import Phase, Step
 from diptych_operator.revision import revision

@@ -12,9 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from diptych_operator.api.pools import DecodePool, PrefillAutoscaling, PrefillPool
+from diptych_operator.api.pools import Counts, DecodePool, PrefillAutoscaling, PrefillPool
 from diptych_operator.autoscale import Memory, autoscale
-from diptych_operator.counts import Counts
 from diptych_operator.reconcile import AUTOSCALE_INTERVAL_S
 from diptych_protocol.admin import EngineReport, PromiseCount, RouterReport
 from diptych_router.requests.promises import RecentCounts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Rollout
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
 
 

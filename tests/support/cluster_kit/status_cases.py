@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych_operator.api.parse import parse
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import Status
-from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.revision import revision as revision_of
 from diptych_operator.status.observed import Observed, PodView
