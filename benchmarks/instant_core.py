@@ -26,7 +26,7 @@ from diptych_protocol import (
     UtilityOutput,
     wire,
 )
-from diptych_protocol.pooling import POOLING_TASKS
+from diptych_protocol.sampling import POOLING_TASKS
 
 TOKEN = 1000
 NUM_BLOCKS = 1 << 16

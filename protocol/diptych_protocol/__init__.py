@@ -60,14 +60,16 @@ from diptych_protocol.multimodal import (
 from diptych_protocol.outputs import (
     CompletionOutput,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestJourneyEvent,
     RequestJourneyEventType,
     RequestOutput,
 )
-from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from diptych_protocol.router_settings import RouterSettings
 from diptych_protocol.sampling import (
     UNSAID,
+    PoolingParams,
     RequestOutputKind,
     SamplingDefaults,
     SamplingParams,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from diptych_protocol.errors import InvalidRequestError
-from diptych_protocol.pooling import POOLING_TASKS
+from diptych_protocol.sampling import POOLING_TASKS
 from diptych_protocol.wire import EngineCoreRequest, EngineDescription
 
 

@@ -20,8 +20,7 @@ from diptych_protocol import wire
 from diptych_protocol.arrays import FrameDecoder
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.multimodal import MultiModalFeatureSpec
-from diptych_protocol.pooling import PoolingParams
-from diptych_protocol.sampling import SamplingParams
+from diptych_protocol.sampling import PoolingParams, SamplingParams
 from diptych_protocol.wire import EngineCoreRequest, UtilityCall
 
 MAX_REQUEST_BYTES: Final = 8 << 20

@@ -13,7 +13,7 @@ from diptych_protocol.control_calls import (
 )
 from diptych_protocol.engine_client import EngineClient
 from diptych_protocol.errors import UnsupportedFeatureError
-from diptych_protocol.pooling import PoolingRequestOutput
+from diptych_protocol.outputs import PoolingRequestOutput
 
 
 class ControlledClient(AwaitedCalls, EngineClient):

@@ -19,9 +19,8 @@ from diptych_protocol.control_calls import PauseMode
 from diptych_protocol.engine_settings import JsonSchemas
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.multimodal import MultiModalFeatureSpec
-from diptych_protocol.outputs import RequestOutput
-from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
-from diptych_protocol.sampling import SamplingParams
+from diptych_protocol.outputs import PoolingRequestOutput, RequestOutput
+from diptych_protocol.sampling import PoolingParams, SamplingParams
 from diptych_protocol.weights import (
     LoRARequest,
     WeightTransferInitRequest,

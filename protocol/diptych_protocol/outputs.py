@@ -1,4 +1,4 @@
-"""The outputs of `EngineClient.generate`, and the events in a request's life."""
+"""The outputs of `EngineClient.generate` and `encode`, and the events in a request's life."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+
+from diptych_protocol.arrays import Array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,3 +120,20 @@ class RequestJourneyEvent(msgspec.Struct, array_like=True, omit_defaults=True, f
     """FIRST or RESUME, for SCHEDULED."""
     finish_status: str | None = None
     """One of FINISH_REASON_STRINGS, for FINISHED."""
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    data: Array
+    """float32: [dimensions] for `embed`, [prompt tokens, dimensions] for `token_embed`."""
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The only answer to a pooling request."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0

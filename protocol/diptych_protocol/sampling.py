@@ -1,4 +1,4 @@
-"""The parameters of sampling, and of how its answer is delivered."""
+"""The parameters of sampling, of how its answer is delivered, and of vectors."""
 
 from __future__ import annotations
 
@@ -288,3 +288,28 @@ MAX_BAD_SEQUENCES = 2 * MAX_STOPS
 """Every bad word may be tokenised in two ways."""
 MAX_BIASED = 1024
 MAX_STOP_CHARS = 1024
+
+
+POOLING_TASKS: Final = ("embed", "token_embed")
+"""`embed`: one vector for the prompt; `token_embed`: the last hidden state of each token."""
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Parameters of one pooling request, under vLLM's names."""
+
+    task: str = "embed"
+    dimensions: int | None = None
+    """Keep only this many leading dimensions (before normalising); None keeps all."""
+    normalize: bool = True
+    """Scale the vectors to length 1."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
+        if self.task not in POOLING_TASKS:
+            raise InvalidRequestError(
+                f"task {self.task!r} is not supported; this engine pools for "
+                f"{', '.join(POOLING_TASKS)}",
+                param="task",
+            )
+        if self.dimensions is not None and self.dimensions < 1:
+            raise InvalidRequestError("dimensions must be at least 1", param="dimensions")

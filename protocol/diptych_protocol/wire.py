@@ -31,8 +31,7 @@ from diptych_protocol.errors import NoParametersError
 from diptych_protocol.kv_transfer_params import KVTransferParams
 from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.outputs import RequestJourneyEvent
-from diptych_protocol.pooling import PoolingParams
-from diptych_protocol.sampling import SamplingParams
+from diptych_protocol.sampling import PoolingParams, SamplingParams
 from diptych_protocol.weights import LoRARequest
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"

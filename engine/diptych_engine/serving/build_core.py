@@ -46,7 +46,7 @@ from diptych_protocol import (
     InvalidRequestError,
     SchedulerStats,
 )
-from diptych_protocol.pooling import POOLING_TASKS
+from diptych_protocol.sampling import POOLING_TASKS
 from diptych_protocol.threads import model_threads
 from diptych_protocol.weights import numbered
 

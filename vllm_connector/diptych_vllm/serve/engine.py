@@ -36,7 +36,7 @@ from diptych_protocol import (
     PoolingParams,
 )
 from diptych_protocol.arrays import Array
-from diptych_protocol.pooling import POOLING_TASKS
+from diptych_protocol.sampling import POOLING_TASKS
 from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.event_socket import EventSource, source_of
 from diptych_vllm.serve.load import VllmLoad
