@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from benchmarks import aims
 from benchmarks.figures import Record, names_in_order, ratio, spread
 from benchmarks.scenario import Panel, Scenario
 
-from diptych.plots import looks, new_figure, save
+from diptych.plots import LINES, new_figure, save
 
 PAGE = "latest.md"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def looks() -> Iterator[dict[str, Any]]:
+    """Yield the style of one line after another, as arguments of matplotlib's `plot`: lines differ
+    by colour and by marker."""
+    for color, marker in cycle(zip(LINES, MARKERS, strict=True)):
+        yield {"color": color, "marker": marker}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from diptych.plots import looks, new_figure, save
+from benchmarks.report import looks
+
+from diptych.plots import new_figure, save
 
 WAYS = ("memcpy", "process_vm_readv", "cma", "tcp stream", "tcp")
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import looks
 from benchmarks.simulate.calibration import Calibration
 
-from diptych.plots import looks, new_figure, save
+from diptych.plots import new_figure, save
 from diptych.simulator.metrics import RunSummary
 
 HEAD = (

@@ -18,11 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 from benchmarks.machine import RESULTS, machine, record
+from benchmarks.report import looks
 from benchmarks.simulate.calibration import Calibration, on_paper
 from benchmarks.traces.generate import generate
 from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, of_trace
 
-from diptych.plots import looks, new_figure, save
+from diptych.plots import new_figure, save
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepCost
 from diptych.simulator.engine import EngineLimits

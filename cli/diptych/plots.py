@@ -1,16 +1,14 @@
 """Plots that are readable on light and on dark pages.
 
 A plot is an SVG that follows the colour scheme of the reader's browser and has its own background.
-Its text stays text. Lines differ by colour and by marker.
+Its text stays text.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +25,6 @@ LIGHT: Final = Scheme("#1f2328", "#ffffff")
 DARK: Final = Scheme("#e6edf3", "#0d1117")
 LINES: Final = ("#3a7ebf", "#d9622b", "#2f9e66", "#b066cc", "#c8475f", "#8a7f2b", "#5f8a94")
 """Colours of lines. Each has a contrast of at least 3 to both backgrounds."""
-MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 
 _DARK_RULES: Final = " ".join(
     f'[style*="{use}: {light}"] {{ {use}: {dark} !important; }}'
@@ -54,12 +51,6 @@ def new_figure(width: float, height: float) -> Figure:
     rc("legend", facecolor=paper, edgecolor=ink, labelcolor=ink)
     rc("svg", fonttype="none", hashsalt="diptych")  # the same plot is the same file
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def looks() -> Iterator[dict[str, Any]]:
-    """Yield the style of one line after another, as arguments of matplotlib's `plot`."""
-    for color, marker in cycle(zip(LINES, MARKERS, strict=True)):
-        yield {"color": color, "marker": marker}
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from benchmarks.report import MARKERS, looks
 from drawn_svg import paper_and_colors
 
-from diptych.plots import DARK, LIGHT, LINES, MARKERS, Scheme, looks, new_figure, save
+from diptych.plots import DARK, LIGHT, LINES, Scheme, new_figure, save
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
