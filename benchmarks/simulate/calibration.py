@@ -44,7 +44,7 @@ class Calibration:
         )
 
     def write(self, path: Path) -> None:
-        costs = {"prefill": self.prefill.to_dict(), "decode": self.decode.to_dict()}
+        costs = {"prefill": _written(self.prefill), "decode": _written(self.decode)}
         rest = {
             "overheads": asdict(self.overheads), "limits": asdict(self.limits),
             "slowdown": self.slowdown, "one_machine": self.one_machine, "errors": self.errors,
@@ -58,13 +58,26 @@ class Calibration:
             raw: dict[str, Any] = json.loads(path.read_text())
             return cls(**{
                 **raw,
-                "prefill": StepCost.from_dict(raw["prefill"]),
-                "decode": StepCost.from_dict(raw["decode"]),
+                "prefill": _read(raw["prefill"]),
+                "decode": _read(raw["decode"]),
                 "overheads": Overheads(**raw["overheads"]),
                 "limits": EngineLimits(**raw["limits"]),
             })  # fmt: skip
         except (KeyError, TypeError, json.JSONDecodeError) as exc:
             raise ValueError(f"{path} is no calibration: {exc}") from exc
+
+
+def _written(cost: StepCost) -> dict[str, object]:
+    return {
+        "knots": [list(knot) for knot in cost.knots],
+        "sampled_row_s": cost.sampled_row_s,
+        "pair_s": cost.pair_s,
+        "kv_token_s": cost.kv_token_s,
+    }
+
+
+def _read(raw: dict[str, Any]) -> StepCost:
+    return StepCost(**{**raw, "knots": tuple((n, s) for n, s in raw["knots"])})
 
 
 def on_paper(max_num_batched_tokens: int = 8192) -> Calibration:

@@ -1,4 +1,4 @@
-"""What a step of the engine costs: a small model, and its file.
+"""What a step of the engine costs: a small model.
 
 A step's seconds are the sum of
 - `linear`: matrix products over all tokens of the step, piecewise linear in their number, because
@@ -60,19 +60,6 @@ class StepCost:
     def _linear(self, tokens: int) -> float:
         weights = hats([count for count, _ in self.knots], tokens)
         return float(weights @ np.array([seconds for _, seconds in self.knots]))
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "knots": [list(knot) for knot in self.knots],
-            "sampled_row_s": self.sampled_row_s,
-            "pair_s": self.pair_s,
-            "kv_token_s": self.kv_token_s,
-        }
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, object]) -> StepCost:
-        """Raises `KeyError` or `TypeError` for what `to_dict` did not write."""
-        return cls(**{**raw, "knots": tuple((n, s) for n, s in raw["knots"])})  # type: ignore
 
 
 def hats(knots: Sequence[int], tokens: int) -> NDArray[np.float64]:
