@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from diptych_frontend.text.schema_widths import too_wide_part
+from diptych_frontend.text.schema_circles import too_wide_part
 from diptych_frontend.text.structured_outputs import (
     _bytes_as_tokens,
     check_structured_outputs,

@@ -20,9 +20,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from diptych_frontend.confined.json_cost import check_json_cost
 from diptych_frontend.text.bounded_schemas import bounded
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
-from diptych_frontend.text.schema_circles import endless_part
+from diptych_frontend.text.schema_circles import endless_part, too_wide_part
 from diptych_frontend.text.schema_parts import References, Schema, all_parts, dict_at, list_at
-from diptych_frontend.text.schema_widths import too_wide_part
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 _SUSPECT: Final = ("(?=", "(?!", "(?<", "\\1", "\\2", "\\3", "\\p", "\\c", "\\u")
