@@ -16,8 +16,7 @@ from diptych_kv_transfer.memory.layout import Layout
 from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.parameters import describe_engine, describe_lease, digest_of, lease_of
 from diptych_kv_transfer.regions import Regions
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, HingeKey, References
 from diptych_kv_transfer.tables.actions import Report
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.lease import LeftLease

@@ -21,8 +21,7 @@ from waits import Deadline, source_of
 from diptych_kv_transfer.connector import KVConnector
 from diptych_kv_transfer.hinge_thread import HingeThread
 from diptych_kv_transfer.signing.handshake import ANSWER_BYTES, NONCE_BYTES
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, HingeKey, References
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import CurveKeys, FinishReason, InvalidRequestError, KVTransferParams

@@ -23,8 +23,7 @@ from diptych_kv_transfer import LoadEnded, open_connector
 from diptych_kv_transfer.memory.layout import GEOMETRY, Layout
 from diptych_kv_transfer.memory.repack import repack
 from diptych_kv_transfer.memory.shard import Shard
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_protocol import KVTransferConfig, KVTransferParams
 
 SEED = 20

@@ -12,8 +12,7 @@ from sim_streams import Stream
 from sim_world import World
 
 from diptych_kv_transfer import parameters
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import InvalidRequestError, KVTransferParams
 

@@ -28,8 +28,7 @@ from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_kv_transfer.connector import KVConnector, make_hinge
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_kv_transfer.tables.messages import VERSION, Hello
 from diptych_protocol import EngineCoreOutput, EngineDescription, FinishReason, KVTransferConfig
 from diptych_router.engines.engine_table import Role

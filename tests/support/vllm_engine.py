@@ -19,8 +19,7 @@ from vllm_scheduler import BLOCK, ONE_GROUP, prompt
 from diptych_kernels.block_copy.copies import BlockCopies, Bus
 from diptych_kv_transfer.connector import start_hinge
 from diptych_kv_transfer.parameters import describe_engine
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_vllm.kv_memory import compat_of, shards_of
 from diptych_vllm.ranks import Ranks, epoch_of_rank

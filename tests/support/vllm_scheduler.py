@@ -15,8 +15,7 @@ from diptych_kv_transfer.connector import make_hinge
 from diptych_kv_transfer.hinge_thread import Command
 from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_kv_transfer.parameters import describe_engine
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,

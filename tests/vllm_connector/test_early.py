@@ -21,8 +21,7 @@ from vllm_scheduler import (
 )
 
 from diptych_kv_transfer.parameters import describe_engine
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_kv_transfer.tables.messages import Hello, Reject
 from diptych_protocol import KVTransferParams

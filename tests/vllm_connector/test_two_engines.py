@@ -12,8 +12,7 @@ from waits import wait_until
 
 from diptych_kv_transfer.connector import start_hinge
 from diptych_kv_transfer.parameters import describe_engine
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_vllm.kv_groups import BlockIds, VllmKVGroups
 from diptych_vllm.kv_memory import compat_of, shards_of

@@ -13,8 +13,7 @@ from vllm_scheduler import prompt
 from waits import wait_until
 
 from diptych_kernels.block_copy.copies import Bus
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_vllm.lending import Progress
 from diptych_vllm.worker_half import WorkerHalf
 

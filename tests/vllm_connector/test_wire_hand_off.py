@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from vllm_kit.sent import request
 
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_protocol import (
     EngineCoreOutput,
     FinishReason,

@@ -19,8 +19,7 @@ from vllm_kit.sent import request
 from diptych_frontend.core_client.client import CoreClient, HandshakeFailedError
 from diptych_frontend.core_client.curve import new_keys
 from diptych_frontend.core_client.heartbeat_timer import CALL_S, WITHIN_S
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_protocol import (
     CurveKeys,
     EngineCoreOutput,

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from diptych_frontend.core_client.curve import read_keys
 from diptych_kv_transfer.connector import key_of
-from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.signing.references import HingeKey
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferConfig
 from diptych_protocol.errors import converted
 from diptych_protocol.kv_transfer_params import is_ip_literal

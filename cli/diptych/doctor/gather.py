@@ -129,7 +129,7 @@ def _cached(folder: Path) -> int:
 def _ucx() -> Ucx:
     version = _version(UCX_PACKAGE)
     try:
-        from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+        from diptych_kv_transfer.signing.references import PUBLIC_KEY
         from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
     except (ImportError, OSError, AttributeError) as exc:
         return Ucx(version, problem=f"libucp cannot be loaded: {exc}")

@@ -14,7 +14,7 @@ out, reordered or recorded elsewhere is detected. The caller passes the nonce.
 
 from __future__ import annotations
 
-from diptych_kv_transfer.signing.keys import MAC_BYTES, HingeKey, equal
+from diptych_kv_transfer.signing.references import MAC_BYTES, HingeKey, equal
 
 NONCE_BYTES = 32
 ANSWER_BYTES = NONCE_BYTES + MAC_BYTES

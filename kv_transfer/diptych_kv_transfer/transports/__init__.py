@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 from typing import ClassVar, Protocol
 
 from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
-from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.signing.references import HingeKey
 from diptych_kv_transfer.tables.actions import Address, Peer
 from diptych_kv_transfer.tables.events import Event
 from diptych_protocol import InvalidRequestError

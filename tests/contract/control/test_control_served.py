@@ -23,8 +23,7 @@ from diptych_frontend.admin.control import ControlRoutes
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.heartbeat_timer import Pulse
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_protocol import (
     EngineConfig,
     EngineDeadError,

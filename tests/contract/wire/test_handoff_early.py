@@ -16,8 +16,7 @@ from engine_kit.core import core_request, generate
 from waits import Deadline, source_of
 
 from diptych_engine.scheduling.early_loads import EarlyState
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_protocol import (
     FinishReason,
     InvalidRequestError,

@@ -11,8 +11,7 @@ from engine_kit.core import CLIENT, core_request, generate, make_core, run, toke
 
 from diptych_engine.control.core import EngineCore
 from diptych_kv_transfer.parameters import digest_of
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_protocol import FinishReason, KVTransferConfig, KVTransferParams
 from diptych_protocol.wire import ErrorKind
 

@@ -15,7 +15,7 @@ from diptych_kv_transfer.signing.handshake import (
     Handshake,
     Session,
 )
-from diptych_kv_transfer.signing.keys import MAC_BYTES, PUBLIC_KEY, HingeKey
+from diptych_kv_transfer.signing.references import MAC_BYTES, PUBLIC_KEY, HingeKey
 from diptych_protocol import CurveKeys
 
 KEY = HingeKey.of(CurveKeys("P" * 40, "S" * 40))

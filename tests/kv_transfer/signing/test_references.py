@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.signing.references import (
     ALL_FIELDS,
     LEASE_FIELDS,
     MAX_SKEW_S,
     MAX_TAKEN,
+    PUBLIC_KEY,
+    HingeKey,
     References,
     UnprovenReferenceError,
 )

@@ -24,7 +24,7 @@ from engine_kit.wire import Client
 
 from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.core_client.curve import read_keys
-from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.signing.references import HingeKey
 from diptych_protocol import EngineDeadError, UtilityError
 
 CALL_TIMEOUT_S = 20.0

@@ -15,7 +15,7 @@ from engine_kit.wire import ABORT, ADD, UTILITY, Client, request
 from numpy.typing import NDArray
 from waits import PATIENCE_S
 
-from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.signing.references import HingeKey
 from diptych_kv_transfer.tables.actions import Peer
 from diptych_kv_transfer.tables.events import Connected, ConnectFailed, PeerLost, Received
 from diptych_kv_transfer.tables.messages import (

@@ -29,8 +29,7 @@ from waits import PATIENCE_S, Deadline, source_of
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.output_processor import OutputProcessor, fan_out
 from diptych_frontend.text.tokenizer import Tokenizer
-from diptych_kv_transfer.signing.keys import PUBLIC_KEY
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,

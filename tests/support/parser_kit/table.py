@@ -53,8 +53,7 @@ from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_frontend.tool_calls.formats import FORMATS as CALL_FORMATS
 from diptych_kv_transfer.signing.handshake import AuthenticationError, Handshake, Session
-from diptych_kv_transfer.signing.keys import HingeKey
-from diptych_kv_transfer.signing.references import References
+from diptych_kv_transfer.signing.references import HingeKey, References
 from diptych_kv_transfer.tables import messages as hinge_messages
 from diptych_kv_transfer.transports.ucx import frames
 from diptych_operator.api.names import PUBLIC_KEY_FILE, SECRET_KEY_FILE

@@ -6,7 +6,7 @@ First come the records of the handshake only; then come messages and frames only
 from __future__ import annotations
 
 from diptych_kv_transfer.signing.handshake import ANSWER_BYTES, Session
-from diptych_kv_transfer.signing.keys import MAC_BYTES
+from diptych_kv_transfer.signing.references import MAC_BYTES
 from diptych_kv_transfer.tables.messages import MAX_MESSAGE_BYTES
 from diptych_kv_transfer.transports.ucx import frames
 from diptych_kv_transfer.transports.ucx.libucp import UcpError

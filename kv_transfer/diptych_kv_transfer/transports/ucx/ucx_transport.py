@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.signing.handshake import NONCE_BYTES, AuthenticationError, Handshake
-from diptych_kv_transfer.signing.keys import HingeKey
+from diptych_kv_transfer.signing.references import HingeKey
 from diptych_kv_transfer.tables.actions import Address, Peer
 from diptych_kv_transfer.tables.events import (
     Connected,
