@@ -11,8 +11,7 @@ import msgspec
 
 from diptych_operator.api.images import Images, PodDefaults
 from diptych_operator.api.limits import Allowed
-from diptych_operator.upgrades import MOST_UPGRADES
-from diptych_operator.windows import EXAMPLE, RolloutWindow
+from diptych_operator.upgrades import EXAMPLE, MOST_UPGRADES, RolloutWindow
 
 DESCRIPTION = "The operator: `python -m diptych_operator [--namespaces a,b]`."
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cluster_kit.charts import CHART, Helm
 
-from diptych_operator.windows import PATTERN
+from diptych_operator.upgrades import PATTERN
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())

@@ -12,7 +12,7 @@ from diptych.kubectl.cluster import ClusterError
 from diptych.kubectl.plan import ServicePlan, plan_service, plans
 from diptych_operator.api.images import Images
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.windows import DAYS
+from diptych_operator.upgrades import DAYS
 
 NAMES = ("engine", "router")
 """The containers of both kinds of pods."""

@@ -23,7 +23,7 @@ from diptych_operator.render import fixed_counts, render_revision, render_shared
 from diptych_operator.revision import key_set, revision
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, label
 from diptych_operator.status.observed import Observed
-from diptych_operator.windows import opens
+from diptych_operator.upgrades import opens
 from diptych_protocol.router_settings import Serving
 
 LONG = 70

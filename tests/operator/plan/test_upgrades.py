@@ -21,8 +21,7 @@ from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import REST_INTERVAL_S, Reconciler
-from diptych_operator.upgrades import Place, Rendered, Standing, Upgrades, turns
-from diptych_operator.windows import RolloutWindow
+from diptych_operator.upgrades import Place, Rendered, RolloutWindow, Standing, Upgrades, turns
 from diptych_protocol.admin import RouterReport, TrialReport
 
 NOW = datetime(2026, 12, 4, 12, tzinfo=UTC)

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diptych_operator.arguments import parser
-from diptych_operator.windows import DAYS, EXAMPLE, RolloutWindow, opens
+from diptych_operator.upgrades import DAYS, EXAMPLE, RolloutWindow, opens
 
 OPEN = None
 
