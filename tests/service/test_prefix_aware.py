@@ -20,7 +20,7 @@ from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_router.engines.engine_table import ROLES
 from diptych_router.engines.known_prefixes import keys_of
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.requests.pools.canary import run_canary
+from diptych_router.requests.pools.health_watch import run_canary
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
