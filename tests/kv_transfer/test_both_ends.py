@@ -67,6 +67,7 @@ class Pair:
         granted = self.p_memory == dict.fromkeys(BLOCKS, "kv")
         live, self.p = self.p.leases, LeaseTable(LEASE_SECONDS)
         self.cut()
+        self.d_memory.clear()  # whatever has come, all comes again
         if not granted and not self.lease_ended:
             self.p_memory = dict.fromkeys(BLOCKS, "another request's")
             self.lease_ended.append("died")

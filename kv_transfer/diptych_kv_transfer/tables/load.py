@@ -176,7 +176,6 @@ class Load:
         self.state, self.asked, self.last_chance, self.problem = LoadState.OPENING, False, False, ""
         self.staging, self.wanted = None, dict(self.at_first)
         self.batches.clear()
-        self.receiving.clear()
 
     @property
     def staged(self) -> bool:

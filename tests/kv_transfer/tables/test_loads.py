@@ -194,6 +194,7 @@ def test_a_load_begins_again_with_the_engine_that_goes_on_with_its_lease(
     again = ReceiveBlocks(PEER + 1, "r", TAG, LOCAL)
     assert table.receive(PEER + 1, SENDING, 3.0) == [again]
     assert received(table) == [Send(PEER + 1, Close("lease", True, TAG))]
+    assert Fence(PEER + 1) not in table.tick(50.0)
     assert only_end(table.receive(PEER + 1, Closed("lease", True, TAG), 50.0)).ok
     assert table.tick(99.0) == []
     assert (table.totals.loads_started, table.totals.loads_completed) == (1, 1)
@@ -202,6 +203,8 @@ def test_a_load_begins_again_with_the_engine_that_goes_on_with_its_lease(
 @pytest.mark.parametrize("state", STARTED)
 def test_an_engine_that_does_not_come_back_is_waited_for_a_moment_only(state: LoadState) -> None:
     table = lost(state, "at once")
+    assert table.tick(2.0) == [Connect(ADDRESS)]
+    assert table.connect_failed(ADDRESS, "refused", 2.0) == []
     assert table.tick(0.9 + RETURN_SECONDS) == [Connect(ADDRESS)]
     assert not only_end(table.tick(1.0 + RETURN_SECONDS)).ok
     table = lost(state, "at once")
