@@ -39,6 +39,8 @@ from diptych_protocol.threads import model_threads
 from diptych_router.telling.page.routes import CONTROL_VARIABLE
 
 READY_TIMEOUT_S = 900.0
+MOST_PODS = 64
+"""A machine that starts thousands of processes answers nobody, and cannot be told to stop."""
 CRASH_LINES = 15
 CONTROL_FILE = "page-control.json"
 """The file in the run directory that contains the address of the kill switch."""
@@ -74,6 +76,9 @@ async def up(
             plans = local_pods(objects, run_dir.path, spare, api.port, api.host, programs)
         except UnsupportedPodError as exc:
             raise BadInputError(f"{source}: {exc}") from exc
+        if len(plans) > MOST_PODS:
+            most = f"at most {MOST_PODS} run on one machine; lower replicas"
+            raise BadInputError(f"{source}: these are {len(plans)} pods, and {most}")
         pods = [RunningPod(pod, run_dir.log_path(pod.name)) for pod in plans]
         threads = model_threads(usable_processors())
         token_file = ""

@@ -208,6 +208,16 @@ def test_a_signal_before_the_first_pod_leaves_nothing(
     assert (answer.returncode, [*base.iterdir()]) == (128 + signal.SIGTERM, []), answer.stderr
 
 
+def test_more_pods_than_a_machine_takes_are_refused(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    service = small_service()
+    service["spec"]["decode"]["replicas"] = 65
+    up = start(service)
+    assert up.process.wait(PATIENCE_S) == 2
+    assert "lower replicas" in up.output
+
+
 def test_a_pod_dies_with_its_leash(start: Start, small_service: Callable[..., Service]) -> None:
     up = start(small_service())
     up.wait_ready()
