@@ -17,6 +17,7 @@ from diptych.demo import MAX_TOKENS, QUESTION, demonstrate
 from diptych.known_models import Source
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.model import with_local_model
+from diptych.laptop.nursery import Nursery
 from diptych.laptop.programs import other_programs
 from diptych.laptop.rundir import RunState
 from diptych.manifest import load
@@ -24,7 +25,7 @@ from diptych.up import WhileReady, up
 from diptych_operator.api.service import KIND
 
 
-def serve(source: Source, api: ApiAccess, cache: Path, *, plain: bool) -> None:
+def serve(source: Source, api: ApiAccess, cache: Path, nursery: Nursery, *, plain: bool) -> None:
     """Serve until Ctrl-C, for `diptych up`. Raises what `up.up` does."""
     console = Console()
     board = Board(console, plain=plain)
@@ -35,10 +36,10 @@ def serve(source: Source, api: ApiAccess, cache: Path, *, plain: bool) -> None:
             await watch(state, board.tell)
         await asyncio.Event().wait()
 
-    _run(source, api, cache, console, board, wait)
+    _run(source, api, cache, nursery, console, board, wait)
 
 
-def ask_once(source: Source, api: ApiAccess, cache: Path) -> None:
+def ask_once(source: Source, api: ApiAccess, cache: Path, nursery: Nursery) -> None:
     """Run, ask once and end, for `diptych demo`. Raises what `up.up` and `demonstrate` do."""
     console = Console()
     board = Board(console)
@@ -47,13 +48,14 @@ def ask_once(source: Source, api: ApiAccess, cache: Path) -> None:
         board.settle()
         await demonstrate(state, console)
 
-    _run(source, api, cache, console, board, ask)
+    _run(source, api, cache, nursery, console, board, ask)
 
 
 def _run(
     source: Source,
     api: ApiAccess,
     cache: Path,
+    nursery: Nursery,
     console: Console,
     board: Board,
     while_ready: WhileReady,
@@ -64,9 +66,11 @@ def _run(
     if others:
         kinds = ", ".join(str(other.get("kind")) for other in others)
         board.say(f"of {source} only the {KIND} runs here, not: {kinds}")
+    if service.spec.engine.runtime == "diptych":
+        nursery.expect_engines()
     programs = other_programs(source, service)  # before anything is fetched in vain
     service = with_local_model(source, service, cache, console)
-    asyncio.run(up(source, service, api, programs, board, while_ready))
+    asyncio.run(up(source, service, api, programs, nursery, board, while_ready))
 
 
 def _leave(number: int, _: object) -> None:

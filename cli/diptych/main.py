@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,17 +126,20 @@ def up(
       diptych up examples/smollm2.yaml
       diptych up examples/smollm2.yaml --host 0.0.0.0 --api-keys keys/
     """
-    from diptych.foreground import serve
-    from diptych.laptop.api_access import ApiAccess
+    from diptych.laptop.nursery import Nursery
 
-    if source is None:
-        from diptych.default_model import default_choice
+    with closing(Nursery()) as nursery:
+        from diptych.foreground import serve
+        from diptych.laptop.api_access import ApiAccess
 
-        choice = default_choice(MODEL_CACHE.expanduser(), sys.stdout)
-        click.echo(choice)
-        source = choice.model
-    access = ApiAccess(port, host, api_keys, tls, hosts, origins)
-    serve(source, access, MODEL_CACHE.expanduser(), plain=plain)
+        if source is None:
+            from diptych.default_model import default_choice
+
+            choice = default_choice(MODEL_CACHE.expanduser(), sys.stdout)
+            click.echo(choice)
+            source = choice.model
+        access = ApiAccess(port, host, api_keys, tls, hosts, origins)
+        serve(source, access, MODEL_CACHE.expanduser(), nursery, plain=plain)
 
 
 @main.command()
@@ -151,10 +155,13 @@ def demo(source: Source, port: int) -> None:
       diptych demo
       diptych demo examples/smollm2.yaml
     """
-    from diptych.foreground import ask_once
-    from diptych.laptop.api_access import ApiAccess
+    from diptych.laptop.nursery import Nursery
 
-    ask_once(source, ApiAccess(port), MODEL_CACHE.expanduser())
+    with closing(Nursery()) as nursery:
+        from diptych.foreground import ask_once
+        from diptych.laptop.api_access import ApiAccess
+
+        ask_once(source, ApiAccess(port), MODEL_CACHE.expanduser(), nursery)
 
 
 @main.command()

@@ -18,6 +18,7 @@ from diptych.errors import BadInputError, RunError
 from diptych.known_models import Source
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.kill_switch import KillSwitch
+from diptych.laptop.nursery import Nursery
 from diptych.laptop.pods import (
     LOOPBACK,
     PACKAGES_FOLDER,
@@ -54,6 +55,7 @@ async def up(
     service: InferenceService,
     api: ApiAccess,
     programs: Mapping[str, str],
+    nursery: Nursery,
     board: Board,
     while_ready: WhileReady,
 ) -> None:
@@ -79,7 +81,7 @@ async def up(
         if len(plans) > MOST_PODS:
             most = f"at most {MOST_PODS} run on one machine; lower replicas"
             raise BadInputError(f"{source}: these are {len(plans)} pods, and {most}")
-        pods = [RunningPod(pod, run_dir.log_path(pod.name)) for pod in plans]
+        pods = [RunningPod(pod, run_dir.log_path(pod.name), nursery) for pod in plans]
         threads = model_threads(usable_processors())
         token_file = ""
         for relative, content in files(objects, threads).items():

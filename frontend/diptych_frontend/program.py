@@ -1,5 +1,5 @@
 """Runs our server programs: one event loop, one format of log lines, one line for an error, an exit
-code."""
+code. Some run in forks of a process that has imported them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,27 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 import uvloop
 
 from diptych_protocol import UNREADABLE, DiptychError, InvalidRequestError
 from diptych_protocol.threads import resolve_struct_types
+
+PROGRAMS: Final[dict[str, Callable[[], None]]] = {}
+"""What forks of this process can run, because it has imported it: the name of a module -> its
+`main`. Empty but in what `diptych up` starts."""
+
+
+def become(name: str, arguments: list[str]) -> None:
+    """Run one of `PROGRAMS` in a process that was just forked, as `python -m` would."""
+    signal.set_wakeup_fd(-1)  # of an event loop
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    gc.disable()  # as during imports; the program enables it
+    sys.argv = [name, *arguments]
+    PROGRAMS[name]()
 
 
 def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:

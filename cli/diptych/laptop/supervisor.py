@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
+import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 
 from diptych.laptop import leash
 from diptych.laptop.lifecycle import Phase, PodLife
+from diptych.laptop.nursery import Nursery, Start
 from diptych.laptop.pods import HttpProbe, LocalPod
 
 QUICK_POLL_S = 0.1
@@ -22,7 +24,8 @@ QUICK_POLL_S = 0.1
 MAX_GRACE_S = 10.0
 """The longest wait for a graceful end: somebody who pressed Ctrl-C will not wait longer."""
 KILL_WAIT_S = 5.0
-LEASH_START_S = 10.0
+START_S = 120.0
+"""For the imports of a nursery, on a busy machine."""
 LOG_TAIL_BYTES = 16384
 ERROR_LINE = re.compile(r"\berror: ")
 """The form in which our programs, like most of Unix, print why they end."""
@@ -84,50 +87,43 @@ class CrashLoopError(Exception):
 class RunningPod:
     """One pod: its plan, its state, and its present process."""
 
-    def __init__(self, spec: LocalPod, log: Path) -> None:
+    def __init__(self, spec: LocalPod, log: Path, nursery: Nursery) -> None:
         self.spec = spec
+        self._nursery = nursery
         self.log = log
         self.life = PodLife(spec.readiness.failure_threshold if spec.readiness else 1)
         self.pid: int | None = None
-        self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._log_start = 0
 
     async def start(self) -> None:
         """Start the pod's process under a leash. Its output is appended to the log."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        # The running interpreter's programs come first, so that `python` is this Python.
-        path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
-        # Engines share the cores here: an OpenMP thread that waits must not spin on one.
-        sharing = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
-        own = {"PATH": path, "PYTHONUNBUFFERED": "1"}
-        environment = os.environ | own | sharing | self.spec.env
+        order = Start(self.spec.command, self.spec.niceness, self.spec.env)
         with theirs, self.log.open("ab") as log:
             self._log_start = log.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", leash.__file__, str(self.spec.niceness)),
-                *self.spec.command,
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+            self._nursery.start(order, theirs, log.fileno())
         self._control = ours
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(LEASH_START_S):
-            # Empty if the leash could not start at all; `wait` will tell.
-            self.pid = int(await loop.sock_recv(ours, 32) or b"0") or None
+        async with asyncio.timeout(START_S):
+            self.pid = await self._told()
 
     async def wait(self) -> int:
         """Wait until the process and its group have ended, and return the exit code."""
-        if self._process is None:
-            return 0
-        code = await self._process.wait()
-        self.kill()
-        self.pid = None
-        return code
+        code = await self._told()
+        if self._control is not None:
+            self._control.close()
+        self._control = self.pid = None
+        return 128 + signal.SIGKILL if code is None else code
+
+    async def _told(self) -> int | None:
+        """The next number from the leash; None if that was killed."""
+        if self._control is None:
+            return None
+        try:
+            return int(await asyncio.get_running_loop().sock_recv(self._control, 32))
+        except (OSError, ValueError):
+            return None
 
     def terminate(self) -> None:
         """Ask the process to end, but not its children, which it has to end itself."""
@@ -138,10 +134,10 @@ class RunningPod:
                 self.kill()
 
     def kill(self) -> None:
-        """Close the leash, which kills the whole process group. Safe to call twice."""
+        """Let the leash kill the whole process group. Safe to call twice."""
         if self._control is not None:
-            self._control.close()
-            self._control = None
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_WR)
 
     def last_error(self) -> str:
         """Return why the latest process ended: its last `error: ...` line, else its last line."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import select
 import shutil
@@ -18,11 +19,13 @@ from typing import Protocol
 import msgspec
 
 from diptych_frontend.core_client.curve import read_keys
+from diptych_frontend.program import PROGRAMS, become
 from diptych_protocol import CurveKeys, EngineConfig, EngineDeadError, InvalidRequestError
 
 START_TIMEOUT_S = 600.0
 """How long a core may take to load its model."""
 TERMINATE_GRACE_S = 5.0
+CORE = "diptych_engine.serving.core_process"
 
 
 class Core(Protocol):
@@ -51,6 +54,33 @@ class Core(Protocol):
         """End the process if it is ours. Safe to call twice."""
 
 
+class ForkedCore:
+    """A fork of this process, which has imported what a core needs, as a `subprocess.Popen`."""
+
+    stdin = None
+
+    def __init__(self, arguments: list[str]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._process = fork.Process(target=become, args=(CORE, arguments), daemon=True)
+        self._process.start()
+        self.pid = self._process.ident or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(CORE, timeout or 0.0)
+        return code
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 @dataclass
 class CoreProcess:
     """A core of our own, reached over a socket in a private directory."""
@@ -61,25 +91,28 @@ class CoreProcess:
     keys_dir: Path | None = None
     stands_by: bool = False
     """It loads the model, and serves from `take_over` on; needs `kv_keep`."""
-    process: subprocess.Popen[bytes] = field(init=False)
+    process: subprocess.Popen[bytes] | ForkedCore = field(init=False)
     keys: CurveKeys | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._directory: Path | None = None
         self.endpoint = ""
-        command = [
-            *(sys.executable, "-m", "diptych_engine.serving.core_process"),
+        arguments = [
             *("--config", msgspec.json.encode(self.config).decode()),
             *("--parent-pid", str(os.getpid())),
         ]
         if not self.stands_by:
-            command += ["--local", self._make_endpoint()]
+            arguments += ["--local", self._make_endpoint()]
         if self.public_endpoint is not None:
-            command += ["--public", self.public_endpoint]
+            arguments += ["--public", self.public_endpoint]
         if self.keys_dir is not None:
-            command += ["--keys", str(self.keys_dir)]
-        stdin = subprocess.PIPE if self.stands_by else subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=stdin)
+            arguments += ["--keys", str(self.keys_dir)]
+        if CORE in PROGRAMS and not self.stands_by and len(os.listdir("/proc/self/task")) == 1:
+            self.process = ForkedCore(arguments)  # threads would be missing in it
+        else:
+            stdin = subprocess.PIPE if self.stands_by else subprocess.DEVNULL
+            command = [sys.executable, "-m", CORE, *arguments]
+            self.process = subprocess.Popen(command, stdin=stdin)
 
     def _make_endpoint(self) -> str:
         self._directory = Path(tempfile.mkdtemp(prefix="diptych-core-"))
