@@ -3,6 +3,7 @@ code. Some run in forks of a process that has imported them."""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Final
 
 import uvloop
@@ -29,7 +31,18 @@ def become(name: str, arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     gc.disable()  # as during imports; the program enables it
     sys.argv = [name, *arguments]
+    _be_shown_as("python", "-m", name, *arguments)
     PROGRAMS[name]()
+
+
+def _be_shown_as(*command: str) -> None:
+    """Have another command line for `ps`, as far as there is room in that of the parent."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # `arg_start` and `arg_end`
+    room = end - begin
+    if room > 0:
+        shown = "\0".join(command).encode(errors="replace")[: room - 1]
+        ctypes.memmove(begin, shown.ljust(room, b"\0"), room)
 
 
 def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:

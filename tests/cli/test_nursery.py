@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import msgspec
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from waits import PATIENCE_S, wait_until
 
 from diptych.laptop.leash import TERMINATE
 from diptych.laptop.nursery import Nursery, Start
+from diptych_frontend.core_client.launcher import CORE
 from diptych_protocol import EngineConfig, RouterConfig
 
 ENGINE = "diptych_engine"
@@ -40,10 +42,9 @@ def start(
     return psutil.Process(int(ours.recv(32))), ours
 
 
-def is_forked(process: psutil.Process) -> bool:
-    """Whether it has still the command line of its parent."""
-    parent = process.parent()
-    return parent is not None and process.cmdline() == parent.cmdline()
+def is_forked(process: psutil.Process, module: str) -> bool:
+    """Whether it is shown as the module, and with a rest of the command line of its parent."""
+    return ["-m", module] == process.cmdline()[1:3] and not process.cmdline()[-1]
 
 
 def router(folder: Path, model: str) -> tuple[str, ...]:
@@ -70,31 +71,38 @@ def test_a_pod_says_and_returns_the_same(
 def test_a_pod_ends_with_its_supervisor(nursery: Nursery, tmp_path: Path, smollm2: str) -> None:
     pod, ours = start(nursery, tmp_path / "log", *router(tmp_path, smollm2))
     wait_until(lambda: os.getsid(pod.pid) == pod.pid)
-    assert is_forked(pod)
+    assert is_forked(pod, "diptych_router")
     ours.shutdown(socket.SHUT_WR)
     assert int(ours.recv(32)) == 128 + signal.SIGKILL
     assert not pod.is_running()
     ours.close()
 
 
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=PATIENCE_S).is_success
+    except httpx.HTTPError:
+        return False
+
+
 def test_an_engine_forks_its_core(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "engine.json").write_bytes(
         msgspec.json.encode(EngineConfig(model="dummy://?num_hidden_layers=1"))
     )
-    log = tmp_path / "log"
-    config = ("--config", str(tmp_path / "engine.json"), "--port", str(free_port()))
+    log, port = tmp_path / "log", free_port()
+    config = ("--config", str(tmp_path / "engine.json"), "--port", str(port))
     pod, ours = start(nursery, log, ENGINE, *config)
     with ours:
         wait_until(lambda: "the engine core is ready" in log.read_text())
         (core,) = pod.children()
-        assert is_forked(core)
+        assert is_forked(core, CORE)
         core.kill()
         assert int(ours.recv(32)) == 1  # the pod ends with its core
-        assert "was killed by signal 9" in log.read_text()
+        assert "diptych engine: error: the" in log.read_text()
         wait_until(lambda: not core.is_running())
     pod, ours = start(nursery, log, ENGINE, *config)
     with ours:
-        wait_until(lambda: "the engine core is ready" in log.read_text())
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"))
         (core,) = pod.children()
         ours.send(TERMINATE)
         assert int(ours.recv(32)) == 0

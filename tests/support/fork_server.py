@@ -33,7 +33,10 @@ from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from diptych_frontend.model_files.gguf_header import GGUFHeader
 
 PROGRAMS = {
     "diptych_engine": "diptych_engine.__main__",
@@ -300,7 +303,7 @@ def _prepare() -> None:
     """Do once what every start does with the tests' usual model, on this machine."""
     from diptych_engine.execution import grammar_compiler
     from diptych_engine.execution.processor import start_pages
-    from diptych_frontend.model_files.model_source import resolve_model
+    from diptych_frontend.model_files import gguf_header, model_source
     from diptych_frontend.text import renderer
     from diptych_frontend.text.tokenizer_files import load_tokenizer
     from diptych_kernels.cpu_kernels import KERNELS
@@ -315,7 +318,15 @@ def _prepare() -> None:
             if is_there(name):
                 _ = kernel_of(name, number).address
     start_pages()
-    source, loaded = resolve_model(USUAL_MODEL), cache(load_tokenizer)
+    source, loaded = model_source.resolve_model(USUAL_MODEL), cache(load_tokenizer)
+    assert source.path is not None
+    header, read_header = gguf_header.read_header(source.path), gguf_header.read_header
+
+    def known(path: Path) -> GGUFHeader:
+        return header if path == header.path and header.is_current else read_header(path)
+
+    for module in (gguf_header, model_source):
+        vars(module)["read_header"] = known
     # Without these, the vocabulary is more than half of an engine's start.
     for module in (grammar_compiler, renderer):
         vars(module)["load_tokenizer"] = loaded

@@ -16,6 +16,8 @@ import msgspec
 
 ENGINE: Final = "diptych_engine"
 """The program whose imports take longest."""
+ROOM: Final = " " * 4096
+"""The command line of a fork has as much room as that of its parent."""
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -44,7 +46,7 @@ class Nursery:
         numbers = [first.fileno(), second.fileno()]
         with first, second:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__name__}_process", *map(str, numbers)],
+                [sys.executable, "-m", f"{__name__}_process", *map(str, numbers), ROOM],
                 stdin=subprocess.DEVNULL,
                 env=self._variables,
                 pass_fds=numbers,

@@ -4,8 +4,8 @@ Most of a start is imports: a router, two engines and their cores spent four sec
 on them. Here that is done once, beside the caller's own start, and by two processes, because a
 router need not wait for torch:
 
-    python -m diptych.laptop.nursery_process FD FD   forks routers, and what is not ours
-        its child                                    forks engines, which fork their own cores
+    python -m diptych.laptop.nursery_process FD FD ROOM   forks routers, and what is not ours
+        its child                                         forks engines, which fork their own cores
 
 Each takes orders from a socket: a `Start` in JSON, with the socket of its leash and its log beside
 it. Neither has threads, or sockets of ZMQ or UCX.
@@ -116,4 +116,4 @@ def _run(order: Start) -> None:
 
 
 if __name__ == "__main__":
-    main(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
+    main(*(socket.socket(fileno=int(number)) for number in sys.argv[1:3]))
