@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,11 +75,15 @@ class ForkedCore:
             raise subprocess.TimeoutExpired(CORE, timeout or 0.0)
         return code
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def terminate(self) -> None:
-        self._process.terminate()
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
 
 @dataclass
