@@ -54,14 +54,14 @@ def main(others: socket.socket, engines: socket.socket) -> None:
     if content:
         for name, module in ((CORE, CORE), (ENGINE, "diptych_engine.__main__")):
             _imported(name, module)
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):
             importlib.import_module("diptych_engine.pod")
         _serve(engines, content, rights)
 
 
 def _imported(name: str, module: str) -> None:
-    """Have a program that forks can run. What is not installed is for the pod to tell."""
-    with contextlib.suppress(ImportError):
+    """Have a program that forks can run. What cannot be imported is for the pod to tell."""
+    with contextlib.suppress(Exception):
         PROGRAMS[name] = importlib.import_module(module).main
 
 
