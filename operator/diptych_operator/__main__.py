@@ -28,6 +28,8 @@ from diptych_operator.kube.cluster import (
     HTTP_ROUTE_KIND,
     POOL_API,
     POOL_KIND,
+    SET_API,
+    SET_KIND,
     Cluster,
     read_cluster,
 )
@@ -172,6 +174,7 @@ class Leader:
             ),
             has_gateways=all(gateways),
             has_routes=await self._kube.can_list(API_VERSION, ROUTE_KIND, self._args.namespaces),
+            has_sets=await self._kube.can_list(SET_API, SET_KIND, self._args.namespaces),
         )
 
     def _has_request(self, key: ServiceKey) -> None:

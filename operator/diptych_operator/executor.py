@@ -30,7 +30,9 @@ from diptych_operator.kube.children import (
 )
 from diptych_operator.kube.client import ApiError, Kube, name_of
 from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND
+from diptych_operator.kube.workloads import WORKLOADS, sizes
 from diptych_operator.plan import Step
+from diptych_operator.plan.state import most
 from diptych_operator.render.config import serving_config_map
 from diptych_operator.render.once import Renderings
 from diptych_operator.scalers import scaler_ids
@@ -92,8 +94,8 @@ class Executor:
             wanted = [*_taken(shared, snapshot), *newest]
             if not service.spec.suspend:
                 # The CRD does not know what a podTemplate may hold; the API server does.
-                deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
-                await self._children.try_out(service, deployments, snapshot.children)
+                workloads = [obj for obj in wanted if obj["kind"] in WORKLOADS]
+                await self._children.try_out(service, workloads, snapshot.children)
         except (SpecError, ApiError, NotOursError):
             await self._serve_on(snapshot, step, serving)
             raise
@@ -110,9 +112,8 @@ class Executor:
         told = serving_config_map(snapshot.service, serving)
         await self._children.apply_all(snapshot.service, [told], snapshot.children)
         for name, counts in step.replicas.items():
-            for raw in snapshot.deployments(name):
-                if counts.of(label(raw, ROLE_LABEL)) > raw["spec"]["replicas"]:
-                    await self._children.scale(raw, counts.of(label(raw, ROLE_LABEL)))
+            for raw in snapshot.workloads(name):
+                await self._children.scale(raw, most(counts, snapshot.observed.wanted(name)))
 
     def forget(self, key: ServiceKey) -> None:
         self._at_rest.pop(key, None)
@@ -122,10 +123,10 @@ class Executor:
         could not adopt. Raises the last `ApiError` after it has tried each."""
         failure: ApiError | None = None
         for raw in children:
-            running = raw["kind"] == "Deployment" and raw["spec"]["replicas"] > 0
+            running = any(sizes(raw).values())
             if running and (belongs_to(raw, service) or is_orphan_of(raw, service)):
                 try:
-                    await self._children.scale(raw, 0)
+                    await self._children.scale(raw, NOTHING)
                 except ApiError as exc:
                     failure = exc
         if failure is not None:
@@ -147,10 +148,8 @@ class Executor:
         for name, counts in step.replicas.items():
             if name == snapshot.target and not snapshot.held:
                 continue
-            for raw in snapshot.deployments(name):
-                wanted = counts.of(label(raw, ROLE_LABEL))
-                if raw["spec"]["replicas"] != wanted:
-                    await self._children.scale(raw, wanted)
+            for raw in snapshot.workloads(name):
+                await self._children.scale(raw, counts)
 
     async def _name_the_idlest(self, snapshot: ServiceSnapshot, step: Step) -> None:
         """Before a pool shrinks, mark its pods with their open work: the idlest goes first."""
@@ -192,8 +191,8 @@ class Executor:
             for name, raw in snapshot.children.items()
             if raw["kind"] in OPTIONAL_KINDS and name not in asked_for
         ]
-        # Deployments last: should this be cut short, a revision is still known by them.
-        leaving = sorted(over.values(), key=lambda raw: raw["kind"] == "Deployment")
+        # Workloads last: should this be cut short, a revision is still known by them.
+        leaving = sorted(over.values(), key=lambda raw: raw["kind"] in WORKLOADS)
         await self._children.delete(snapshot.service, [*leaving, *unasked])
         for keys in sorted(snapshot.known_keys() - snapshot.held_keys(without=over)):
             await self._keys.remove_once(snapshot.service, keys)

@@ -43,10 +43,11 @@ from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, UPGRADE_WAITS, Ev
 from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.watch import Indexed
+from diptych_operator.kube.workloads import deployments_among
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
 from diptych_operator.referents import Referents
-from diptych_operator.render import KeySets, fixed_counts
+from diptych_operator.render import KeySets, NoSetsError, fixed_counts
 from diptych_operator.render.gateway import why_not_exposed
 from diptych_operator.render.keys import secret_name
 from diptych_operator.render.once import Renderings
@@ -287,7 +288,7 @@ class Reconciler:
         """Everything that is known of the service now."""
         found = (raw for raw in self._watched.children(key) if is_named_by_us(raw, service))
         children = {child_id(raw): raw for raw in found}
-        deployments = [raw for raw in children.values() if raw["kind"] == "Deployment"]
+        deployments = deployments_among(children.values())
         pods = self._watched.pods(key)
         views = [pod_view(raw) for raw in pods]
         keys = key_sets(key_set(service), deployments)
@@ -349,6 +350,8 @@ class Reconciler:
         """What the user has to mend comes back, all else is raised."""
         try:
             done.changed = await self._executor.carry_out(snapshot, step)
+        except NoSetsError as exc:
+            return Problem(Reason.SET_UNAVAILABLE, str(exc))
         except SpecError as exc:
             return Problem("PodTemplateRejected", f"{exc}; correct the spec")
         except NotOursError as exc:

@@ -29,6 +29,8 @@ def revision(service: InferenceService) -> str:
         "engine": _decided(spec.engine),
         "transport": spec.transfer.transport,
         **_beside(service),
+        # Another one is a rollout, too: what makes the pods does not hand them over.
+        **({"workload": spec.workload} if spec.workload != "Deployment" else {}),
     }
     return digest(decided, _LENGTH)
 

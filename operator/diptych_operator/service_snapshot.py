@@ -19,6 +19,7 @@ from diptych_operator.api.names import (
 from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.children import ChildId
+from diptych_operator.kube.workloads import WORKLOADS, deployments_among
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.status.observed import Observed, PodView, deployment_view
@@ -81,9 +82,7 @@ class ServiceSnapshot:
     @property
     def at_rest(self) -> bool:
         """Whether every Deployment has all its pods, ready and of its newest template."""
-        views = [
-            deployment_view(raw) for raw in self.children.values() if raw["kind"] == "Deployment"
-        ]
+        views = map(deployment_view, deployments_among(self.children.values()))
         return all(view.settled and view.ready >= view.wanted for view in views)
 
     def lacks_parts(self, revision: str) -> bool:
@@ -94,13 +93,17 @@ class ServiceSnapshot:
         lost = {name for kind, name in self.observed.missing if kind == "ConfigMap"}
         return pools < len(self.service.pools) or bool(lost & files)
 
-    def deployments(self, revision: str) -> list[Raw]:
-        """Return the Deployments of one revision, or those of the routers for an empty name."""
+    def workloads(self, revision: str) -> list[Raw]:
+        """Return what makes the pods of one revision, or those of the routers for an empty name."""
         return [
             raw
             for raw in self.children.values()
-            if raw["kind"] == "Deployment" and label(raw, REVISION_LABEL) == revision
+            if raw["kind"] in WORKLOADS and label(raw, REVISION_LABEL) == revision
         ]
+
+    def deployments(self, revision: str) -> list[Raw]:
+        """Return the same as Deployments."""
+        return deployments_among(self.workloads(revision))
 
     def revision_states(self, now: str) -> list[RevisionState]:
         """The state of each revision that has anything in the cluster, for the planner.
@@ -188,17 +191,17 @@ def keys_in_pods(deployments: Iterable[Raw], pods: Iterable[PodView]) -> set[str
 def _ready_by_keys(children: Iterable[Raw]) -> Counter[str]:
     """Ready engines by the keys that they hold, 0 for a pool at rest."""
     ready: Counter[str] = Counter()
-    for raw in children:
-        if raw["kind"] == "Deployment" and (keys := label(raw, KEYS_LABEL)):
+    for raw in deployments_among(children):
+        if keys := label(raw, KEYS_LABEL):
             ready[keys] += deployment_view(raw).ready
     return ready
 
 
 def is_named_by_us(raw: Raw, service: InferenceService) -> bool:
-    """Whether a Deployment has the name that its labels call for. Else it is a copy, with whatever
+    """Whether a workload has the name that its labels call for. Else it is a copy, with whatever
     labels and owner, and its maker's: it is neither counted nor changed."""
-    name = object_name(service, label(raw, ROLE_LABEL), label(raw, REVISION_LABEL))
-    return raw["kind"] != "Deployment" or str(raw["metadata"]["name"]) == name
+    parts = (*filter(None, [label(raw, ROLE_LABEL)]), label(raw, REVISION_LABEL))
+    return raw["kind"] not in WORKLOADS or raw["metadata"]["name"] == object_name(service, *parts)
 
 
 def label(raw: Raw, name: str) -> str:

@@ -19,6 +19,7 @@ from zoneinfo import ZoneInfo
 from diptych_operator.api.base import ServiceKey, digest
 from diptych_operator.api.names import UPGRADE_ANNOTATION
 from diptych_operator.api.service import InferenceService
+from diptych_operator.kube.workloads import as_deployments
 from diptych_operator.render import KeySets, fixed_counts, render_revision, render_shared
 from diptych_operator.render.once import Renderings
 from diptych_protocol.router_settings import Serving
@@ -126,9 +127,9 @@ def rendering(
             *render_revision(service, renderings.cluster, revision, held, fixed_counts(service)),
         ]
         templates = {
-            obj["metadata"]["labels"]["app.kubernetes.io/component"]: obj["spec"]["template"]
+            each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]["template"]
             for obj in objects
-            if obj["kind"] == "Deployment"
+            for each in as_deployments(obj)
         }
         meta = service.metadata
         word = meta.annotations.get(UPGRADE_ANNOTATION, "")

@@ -26,6 +26,7 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("networking.k8s.io", "networkpolicies"): MANAGED,
     ("gateway.networking.k8s.io", "httproutes"): MANAGED,
     ("inference.networking.k8s.io", "inferencepools"): MANAGED,
+    ("disaggregatedset.x-k8s.io", "disaggregatedsets"): MANAGED,
     ("", "secrets"): ("get", "create", "patch", "delete"),
     ("", "pods"): ("get", "list", "watch", "patch"),
     ("", "events"): ("create",),

@@ -58,6 +58,18 @@ async def test_other_images_replace_pods_and_are_shown_beside_those_that_run() -
     assert f"image: {Images().engine} -> engine:new" in found.text
 
 
+async def test_a_disaggregated_set_is_compared_whatever_its_size() -> None:
+    store = Store()
+    store.spec = {"workload": "DisaggregatedSet"}
+    for _ in range(2):
+        await one_pass(store)
+    assert not planned(store, Images(), decode={"replicas": 9}).pending
+    found = planned(store, Images(engine="engine:new"))
+    assert found.replaces_pods
+    role = "spec.roles[decode].spec.leaderWorkerTemplate.workerTemplate"
+    assert f"{role}.spec.containers[engine].image" in {change.path for change in found.changes}
+
+
 async def test_what_needs_no_new_pods_says_so() -> None:
     store = await made()
     service = next(o for o in store.children(KEY) if o["kind"] == "Service")

@@ -39,6 +39,9 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 - apiGroups: [inference.networking.k8s.io]
   resources: [inferencepools]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [disaggregatedset.x-k8s.io]
+  resources: [disaggregatedsets]
+  verbs: [get, list, watch, create, patch, delete]
 # By name only: a list or a watch would carry every Secret of the namespace. Patched to own again
 # what an earlier service of the same name left.
 - apiGroups: [""]

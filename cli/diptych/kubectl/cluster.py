@@ -24,6 +24,8 @@ from diptych_protocol import UNREADABLE
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
+    from diptych_operator.kube.cluster import Cluster as Capabilities
+
 Raw = dict[str, Any]
 
 TIMEOUT_S = (5.0, 20.0)
@@ -99,18 +101,21 @@ class Cluster:
         """Return the pods of a service."""
         return self._list(self._core("pods"), {"labelSelector": f"{_SERVICE_LABEL}={name}"})
 
-    def children(self, raw: Raw, policy_api: str) -> list[Raw]:
+    def children(self, raw: Raw, able: Capabilities) -> list[Raw]:
         """Return what an operator made of a service, but for Secrets and PoolScalers."""
+        from diptych_operator.kube.client import PLURALS
+        from diptych_operator.kube.cluster import SET_API, SET_KIND
+
         meta = raw["metadata"]
         where = f"namespaces/{quote(meta['namespace'], safe='')}"
         query = {"labelSelector": f"{_SERVICE_LABEL}={meta['name']}"}
         kinds = {
             "Deployment": "apis/apps/v1", "ConfigMap": "api/v1", "Service": "api/v1",
             "ServiceAccount": "api/v1", "NetworkPolicy": "apis/networking.k8s.io/v1",
-            "PodDisruptionBudget": f"apis/{policy_api}", "DaemonSet": "apis/apps/v1",
+            "PodDisruptionBudget": f"apis/{able.policy_api}", "DaemonSet": "apis/apps/v1",
         }  # fmt: skip
-        from diptych_operator.kube.client import PLURALS
-
+        if able.has_sets and raw["spec"].get("workload") == SET_KIND:
+            kinds[SET_KIND] = f"apis/{SET_API}"
         return [
             item | {"kind": kind}  # entries of a list do not say it
             for kind, group in kinds.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from diptych_operator.api.names import CONFIG_HASH_ANNOTATION, ROLE_LABEL, objec
 from diptych_operator.api.parse import parse_object
 from diptych_operator.kube import cluster as capabilities
 from diptych_operator.kube.client import differences
+from diptych_operator.kube.cluster import SET_KIND
+from diptych_operator.kube.workloads import WORKLOADS, deployments_among
 from diptych_operator.render import fixed_counts, render_revision, render_shared
 from diptych_operator.revision import key_set, revision
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, label
@@ -26,6 +29,7 @@ from diptych_operator.status.observed import Observed
 from diptych_operator.upgrades import opens
 from diptych_protocol.router_settings import Serving
 
+_TEMPLATE = re.compile(r"^spec\.(template|roles.*\.leaderWorkerTemplate)")
 LONG = 70
 """Longer values are not shown."""
 
@@ -75,9 +79,15 @@ def plans(cluster: Cluster, services: Sequence[Raw], operator_namespace: str) ->
     """Compare every service. Raises `ClusterError`."""
     args = _understood(cluster.operator(operator_namespace))
     version, served = cluster.version()
-    able = capabilities.read_cluster(version["major"], version["minor"], served, operator_namespace)
+    able = capabilities.read_cluster(
+        version["major"],
+        version["minor"],
+        served,
+        operator_namespace,
+        has_sets=capabilities.SET_API in served,
+    )
     found = (
-        plan_service(raw, cluster.children(raw, able.policy_api), arguments.images(args), able)
+        plan_service(raw, cluster.children(raw, able), arguments.images(args), able)
         for raw in services
     )
     not_before = opens(args.rollout_windows, datetime.now(UTC))
@@ -110,7 +120,7 @@ def plan_service(
     except SpecError as exc:
         return ServicePlan(meta["namespace"], meta["name"], problem=str(exc))
     replaces = any(
-        change.kind == "Deployment" and (not change.path or change.path.startswith("spec.template"))
+        change.kind in WORKLOADS and (not change.path or _TEMPLATE.search(change.path))
         for change in changes
     )
     return ServicePlan(meta["namespace"], meta["name"], changes, replaces)
@@ -121,7 +131,7 @@ def _changes(
 ) -> Iterator[Change]:
     service = parse_object(raw, images)
     live = {(child["kind"], child["metadata"]["name"]): child for child in children}
-    keys = key_sets(key_set(service), [c for c in children if c["kind"] == "Deployment"])
+    keys = key_sets(key_set(service), deployments_among(children))
     target = revision(service)
     snapshot = ServiceSnapshot(
         service, target, keys, {("", *name): child for name, child in live.items()}, (), Observed()
@@ -159,4 +169,10 @@ def _compared(obj: Object) -> Object:
     parts = {part: value for part, value in obj.items() if part not in ("apiVersion", "metadata")}
     if obj["kind"] == "Deployment" and label(obj, ROLE_LABEL) != "router":
         parts["spec"] = {name: v for name, v in parts["spec"].items() if name != "replicas"}
+    if obj["kind"] == SET_KIND:
+        parts["spec"] = {"roles": [_without_size(role) for role in obj["spec"]["roles"]]}
     return parts
+
+
+def _without_size(role: Object) -> Object:
+    return {**role, "spec": {name: v for name, v in role["spec"].items() if name != "replicas"}}

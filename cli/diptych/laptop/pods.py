@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.names import (
     BATCHES_VOLUME,
     BIND_HOST_VARIABLE,
@@ -39,6 +40,7 @@ from diptych_operator.api.names import (
     SERVICE_LABEL,
     ZONE_LABEL,
 )
+from diptych_operator.kube.workloads import deployments_among
 from diptych_protocol import EngineConfig
 
 LOOPBACK = "127.0.0.1"
@@ -131,7 +133,7 @@ def port_runs(objects: Iterable[Object]) -> list[int]:
     """Return the lengths of the runs of adjacent ports that `local_pods` will take."""
     return [
         len(run)
-        for deployment in _of_kind(objects, "Deployment")
+        for deployment in deployments_among(objects)
         for run in _runs(_first_container(deployment)) * deployment["spec"]["replicas"]
     ]
 
@@ -164,7 +166,7 @@ def files(objects: Sequence[Object], threads: int) -> dict[str, bytes]:
         deployment["spec"]["template"]["metadata"]["labels"].get(ROLE_LABEL): deployment["spec"][
             "replicas"
         ]
-        for deployment in _of_kind(objects, "Deployment")
+        for deployment in deployments_among(objects)
     }
     prefill, decode = replicas.get("prefill", 0), replicas.get("decode", 0)
     result: dict[str, bytes] = {}
@@ -199,7 +201,7 @@ def _place(
     ports = iter(free_ports)
     front_door_taken = False
     placed: list[_Placed] = []
-    for deployment in _of_kind(objects, "Deployment"):
+    for deployment in deployments_among(objects):
         template = deployment["spec"]["template"]
         labels = template["metadata"]["labels"]
         for index in range(deployment["spec"]["replicas"]):
@@ -337,7 +339,7 @@ def _with_threads(engine_json: bytes, threads: int) -> bytes:
     return msgspec.json.encode(config)
 
 
-def _first_container(deployment: Object) -> Object:
+def _first_container(deployment: Raw) -> Object:
     container: Object = deployment["spec"]["template"]["spec"]["containers"][0]
     return container
 

@@ -58,9 +58,9 @@ PodResources = Annotated[
     Meta(description="Compute resources of each pod. A CPU limit also sets the engine's threads."),
 ]
 _TEMPLATE_HELP = (
-    "A partial pod template merged over the rendered one: objects field by field, containers by "
-    "name, env, volumes, volumeMounts and ports replaced by name. What drains a pod stays. Null is "
-    "refused: see podTemplateRemove."
+    "Is merged over the rendered one: objects field by field, containers by name, env, volumes, "
+    "volumeMounts and ports replaced by name. What drains a pod stays. For null see "
+    "podTemplateRemove."
 )
 PodTemplate = Annotated[
     dict[str, Any],
@@ -84,9 +84,8 @@ PodTemplateRemove = Annotated[
     ],
     Meta(
         max_length=32,
-        description="Fields of the rendered pod template to leave out before the podTemplate is "
-        "merged, such as spec.containers[engine].startupProbe; entries of lists and dotted names "
-        "in brackets.",
+        description="Fields to leave out of it, such as spec.containers[engine].startupProbe; "
+        "entries of lists and dotted names in brackets.",
     ),
 ]
 
@@ -154,8 +153,7 @@ ScaledBy = Annotated[
     Literal["Operator", "External"],
     Meta(
         description="Who chooses the number of pods. Operator: by the signals below. External: "
-        "who scales the PoolScaler NAME-prefill or NAME-decode (an HPA, KEDA), within the bounds; "
-        "nothing else counts."
+        "who scales the PoolScaler NAME-prefill or NAME-decode (an HPA, KEDA), within the bounds."
     ),
 ]
 MinReplicas = Annotated[
@@ -180,9 +178,8 @@ Attainment = Annotated[
     Meta(
         ge=0.5,
         le=0.999,
-        description="Share of the requests that are to keep the pool's promise, such as 0.95. The "
-        "pool grows while fewer do and requests share pods, and shrinks only as far as the "
-        "promise is kept.",
+        description="Share of requests that are to keep the pool's promise. It grows while fewer "
+        "do and requests share pods, and shrinks only as far as they do.",
         examples=["0.95"],
     ),
 ]

@@ -175,6 +175,15 @@ class Network(SpecPart, frozen=True):
 _Name = Annotated[str, Meta(max_length=253)]
 
 
+Workload = Annotated[
+    Literal["Deployment", "DisaggregatedSet"],
+    Meta(
+        description="What makes a revision's pods: a Deployment for each pool, or one "
+        "DisaggregatedSet."
+    ),
+]
+
+
 class Gateway(SpecPart, frozen=True):
     name: Annotated[_Name, Meta(min_length=1, description="Its name.")]
     namespace: Annotated[_Name, Meta(description="Left out, the service's.")] = ""
@@ -302,6 +311,12 @@ CANARY_HANDS_OVER = Rule(
     "needs a prefill pool",
     ".rollout.canary.analysis.handedOver",
 )
+SET_OF_TWO = Rule(
+    "self.workload == 'Deployment' || has(self.prefill)",
+    lambda spec: spec.workload == "Deployment" or spec.prefill is not None,
+    "must be Deployment without spec.prefill: a DisaggregatedSet has two roles",
+    ".workload",
+)
 SPEC_RULES = (
     DRAIN_OUTLIVES_LEASE,
     SLEEP_TOGETHER,
@@ -312,6 +327,7 @@ SPEC_RULES = (
     ELASTIC_POOLS,
     CANARY_PROMISED,
     CANARY_HANDS_OVER,
+    SET_OF_TWO,
     *RUNTIME_RULES,
 )
 """Rules over more than one part of the spec."""
@@ -364,6 +380,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Slo,
         Meta(description="What the service promises to each request."),
     ] = Slo()
+    workload: Workload = "Deployment"
     rollout: Annotated[
         Rollout,
         Meta(

@@ -20,9 +20,18 @@ from typing import Any
 
 from diptych_operator.api.base import Raw, digest
 from diptych_operator.api.names import APPLIED_ANNOTATION, COMPONENT_LABEL, Owner, labels
+from diptych_operator.api.pools import Counts
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION
 from diptych_operator.kube.client import ApiError, Kube, differences, name_of, tolerating
+from diptych_operator.kube.cluster import SET_KIND
+from diptych_operator.kube.workloads import (
+    SIZES_MANAGER,
+    WORKLOADS,
+    as_deployments,
+    resized,
+    sizes,
+)
 
 ChildId = tuple[str, str, str]
 """Namespace, kind, name."""
@@ -84,13 +93,15 @@ class Children:
         """
         stamped = [_stamped(obj, service) for obj in objects]
         for owned in stamped:  # while one stays refused, the others need not be sent either
-            self._raise_if_refused(owned)
+            for form in _tried_as(owned):
+                self._raise_if_refused(form)
         for owned in stamped:
             await self._recall(owned, live.get(child_id(owned)))
             known = self._applied.get(child_id(owned))
             if known is None or known.rendering != _stamp(owned):
                 await self._check_free(owned, service, live)
-                await self._send(owned, live.get(child_id(owned)), dry_run=True)
+                for form in _tried_as(owned):
+                    await self._send(form, live.get(child_id(form)), dry_run=True)
 
     async def apply_all(
         self,
@@ -100,7 +111,7 @@ class Children:
     ) -> bool:
         """Apply those objects that are not in the cluster as they were rendered.
 
-        Returns true if `live` does not yet show the new state of a Deployment. Raises `ApiError`
+        Returns true if `live` does not yet show the new state of a workload. Raises `ApiError`
         for the first that is refused, `NotOursError`.
         """
         lags = False
@@ -112,7 +123,7 @@ class Children:
             if now is None or self._applied.get(name) != _left(owned, now) or _lacks(now, owned):
                 await self._check_free(owned, service, live)
                 self._applied[name] = _left(owned, await self._send(owned, now))
-            if owned["kind"] == "Deployment":
+            if owned["kind"] in WORKLOADS:
                 lags |= now is None or self._applied[name].version != _version(now)
         return lags
 
@@ -183,10 +194,17 @@ class Children:
                 self._applied.pop(child_id(obj), None)
                 await self._kube.delete(*name_of(obj), obj["metadata"]["uid"])
 
-    async def scale(self, deployment: Raw, replicas: int) -> None:
-        """Change only the number of pods of a Deployment."""
+    async def scale(self, workload: Raw, counts: Counts) -> None:
+        """Change only the numbers of pods, where they are others."""
+        wanted = {role: counts.of(role) for role in sizes(workload)}
+        if wanted == sizes(workload):
+            return
         with tolerating(404):
-            await self._kube.merge(*name_of(deployment), {"spec": {"replicas": replicas}})
+            if workload["kind"] == SET_KIND:
+                await self._kube.apply(resized(workload, counts), manager=SIZES_MANAGER)
+                return
+            (replicas,) = wanted.values()
+            await self._kube.merge(*name_of(workload), {"spec": {"replicas": replicas}})
 
     def forget(self, namespace: str, service_name: str) -> None:
         """Forget a deleted service. Kubernetes deletes its children by their owner references."""
@@ -245,6 +263,11 @@ async def adopt_orphan(kube: Kube, orphan: Raw, service: Owner) -> None:
 def child_id(obj: Raw) -> ChildId:
     meta = obj["metadata"]
     return meta["namespace"], obj["kind"], meta["name"]
+
+
+def _tried_as(owned: Raw) -> list[Raw]:
+    """What is sent in a dry run: API servers know what pods may hold only of their own kinds."""
+    return [owned] if owned["kind"] == "Deployment" else [*as_deployments(owned), owned]
 
 
 def _left(owned: Raw, live: Raw) -> _Applied:

@@ -34,6 +34,7 @@ PLURALS = {
     "ConfigMap": "configmaps",
     "DaemonSet": "daemonsets",
     "Deployment": "deployments",
+    "DisaggregatedSet": "disaggregatedsets",
     "Event": "events",
     "HTTPRoute": "httproutes",
     "InferencePool": "inferencepools",
@@ -181,12 +182,12 @@ class Kube:
 
     # --- objects ------------------------------------------------------------------------------
 
-    async def apply(self, obj: Raw, *, dry_run: bool = False) -> Raw:
+    async def apply(self, obj: Raw, *, dry_run: bool = False, manager: str = FIELD_MANAGER) -> Raw:
         """Apply on the server: the fields of `obj` become ours, all others stay.
 
         Waits for its turn, see `Pace`."""
         await self.pace.wait_and_take()
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        query = {"fieldManager": manager, "force": "true"}
         query |= {"dryRun": "All"} if dry_run else {}
         path = object_path(*name_of(obj))
         return await self._send("PATCH", path, query, obj, "application/apply-patch+yaml")

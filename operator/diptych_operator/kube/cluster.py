@@ -9,6 +9,7 @@ from typing import Final
 POLICY_API: Final = "policy/v1"
 HTTP_ROUTE_API, HTTP_ROUTE_KIND = "gateway.networking.k8s.io/v1", "HTTPRoute"
 POOL_API, POOL_KIND = "inference.networking.k8s.io/v1", "InferencePool"
+SET_API, SET_KIND = "disaggregatedset.x-k8s.io/v1", "DisaggregatedSet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Cluster:
     """The same of HTTPRoutes and InferencePools."""
     has_routes: bool = True
     """The same of ModelRoutes."""
+    has_sets: bool = True
+    """The same of DisaggregatedSets."""
 
     @property
     def has_image_volumes(self) -> bool:
@@ -45,6 +48,7 @@ def read_cluster(
     has_pool_scalers: bool = True,
     has_gateways: bool = True,
     has_routes: bool = True,
+    has_sets: bool = True,
 ) -> Cluster:
     """Read the cluster from `/version` (whose minor may end in a plus) and the group versions of
     `/apis`.
@@ -59,5 +63,5 @@ def read_cluster(
     policy = POLICY_API if POLICY_API in policies else policies[0]
     numbers = (int("".join(filter(str.isdigit, part)) or 0) for part in (major, minor))
     first, second = numbers
-    served_kinds = (has_pool_scalers, has_gateways, has_routes)
+    served_kinds = (has_pool_scalers, has_gateways, has_routes, has_sets)
     return Cluster((first, second), policy, operator_namespace, *served_kinds)

@@ -31,9 +31,12 @@ from diptych_operator.kube.cluster import (
     HTTP_ROUTE_KIND,
     POOL_API,
     POOL_KIND,
+    SET_API,
+    SET_KIND,
     Cluster,
 )
 from diptych_operator.kube.liveness import WATCH_TURN_S
+from diptych_operator.kube.workloads import WORKLOADS
 
 Index = Mapping[ServiceKey, Collection[Raw]]
 
@@ -90,10 +93,13 @@ def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
     if cluster.has_pool_scalers:
         # A watch of what cannot be watched would keep all others waiting.
         kinds[SCALER_PLURAL] = (GROUP, VERSION, SCALER_PLURAL)
-    if cluster.has_gateways:
-        for api, kind in ((POOL_API, POOL_KIND), (HTTP_ROUTE_API, HTTP_ROUTE_KIND)):
-            group, version = api.split("/")
-            kinds[PLURALS[kind]] = (group, version, PLURALS[kind])
+    gateways = ((POOL_API, POOL_KIND), (HTTP_ROUTE_API, HTTP_ROUTE_KIND))
+    for api, kind in (
+        *(gateways if cluster.has_gateways else ()),
+        *([(SET_API, SET_KIND)] if cluster.has_sets else ()),
+    ):
+        group, version = api.split("/")
+        kinds[PLURALS[kind]] = (group, version, PLURALS[kind])
     return kinds
 
 
@@ -226,6 +232,8 @@ def trimmed(raw: dict[str, Any]) -> Raw:
     if raw["kind"] == "Deployment":
         spec = raw["spec"]
         kept["spec"] = {"replicas": spec.get("replicas", 1), "strategy": spec.get("strategy")}
+    if raw["kind"] == SET_KIND:
+        kept["spec"] = {"roles": [_trimmed_role(role) for role in raw["spec"]["roles"]]}
     if raw["kind"] == SCALER_KIND:
         kept["spec"] = {"replicas": raw["spec"]["replicas"]}
     if raw["kind"] == "Pod":
@@ -233,9 +241,15 @@ def trimmed(raw: dict[str, Any]) -> Raw:
         spec = raw["spec"]
         keys = [each for each in spec.get("volumes") or () if each.get("name") == KEYS_VOLUME]
         kept["spec"] = {"volumes": keys} if _is_ready(raw) else spec
-    if raw["kind"] in ("Deployment", "DaemonSet", "Pod", SCALER_KIND, HTTP_ROUTE_KIND):
+    if raw["kind"] in (*WORKLOADS, "DaemonSet", "Pod", SCALER_KIND, HTTP_ROUTE_KIND):
         kept["status"] = raw.get("status") or {}
     return kept
+
+
+def _trimmed_role(role: Raw) -> Raw:
+    spec = role.get("spec") or {}
+    own = {"replicas": spec.get("replicas", 1), "rolloutStrategy": spec.get("rolloutStrategy")}
+    return {"name": role["name"], "spec": own}
 
 
 def _is_ready(pod: Raw) -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from diptych_operator.api.base import Object
+from diptych_operator.api.base import Object, SpecError
 from diptych_operator.api.names import ROLES, roles
 from diptych_operator.api.pools import Counts, PoolName
 from diptych_operator.api.service import InferenceService
-from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.cluster import SET_API, SET_KIND, Cluster
+from diptych_operator.kube.workloads import gathered
 from diptych_operator.render.config import router_config_map, serving_config_map
 from diptych_operator.render.gateway import gateway_objects
 from diptych_operator.render.keys import KeySets, ServiceSecrets, secret
@@ -31,7 +32,20 @@ from diptych_operator.render.vllm import vllm_objects
 from diptych_operator.revision import key_set, revision
 from diptych_protocol.router_settings import Serving
 
-__all__ = ["KeySets", "ServiceSecrets", "render", "render_revision", "render_shared"]
+__all__ = [
+    "KeySets", "NoSetsError", "ServiceSecrets", "render", "render_revision", "render_shared",
+]  # fmt: skip
+
+
+class NoSetsError(SpecError):
+    """The spec asks for a DisaggregatedSet, which the cluster lacks."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "spec.workload",
+            f"the cluster has no {SET_API} {SET_KIND}, or the operator may not watch them; install "
+            "LeaderWorkerSet with its CRDs, then restart the operator, or set Deployment",
+        )
 
 
 def render(service: InferenceService, secrets: ServiceSecrets) -> list[Object]:
@@ -99,11 +113,14 @@ def render_revision(
 
     in_place: roles whose changed template replaces a pod before there is room for another.
     """
+    if service.spec.workload == SET_KIND and not cluster.has_sets:
+        raise NoSetsError()
     objects: list[Object] = []
     for role in service.pools:
         asked = _without_surge(service) if role in in_place else service
         objects += _pool(asked, cluster, role, name, keys, counts.of(role))
-    return sorted(objects, key=lambda item: item["kind"] == "Deployment")
+    ordered = sorted(objects, key=lambda item: item["kind"] == "Deployment")
+    return gathered(service, ordered)
 
 
 def _pool(

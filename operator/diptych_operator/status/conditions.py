@@ -300,6 +300,7 @@ _WANTS_SOMEBODY = frozenset(
     {
         *(Reason.SPEC_INVALID, Reason.POD_TEMPLATE_REJECTED, Reason.OBJECT_NOT_OURS),
         *(Reason.KEYS_LOST, Reason.POOL_SCALER_UNAVAILABLE, Reason.GATEWAY_UNAVAILABLE),
+        Reason.SET_UNAVAILABLE,
     }
 )
 """Problems that stay until somebody changes an object. Pods that fail are none of them: what they

@@ -253,6 +253,11 @@ class Reason(StrEnum):
         "Install the CRDs of the Gateway API and its inference extension, and restart the "
         "operator; or do what the message says.",
     )  # fmt: skip
+    SET_UNAVAILABLE = (
+        "DisaggregatedSetUnavailable", Group.OPERATOR,
+        "The cluster lacks what spec.workload asks for.",
+        "Install LeaderWorkerSet, and restart the operator.",
+    )  # fmt: skip
     OPERATOR_PROBLEM = (
         "OperatorProblem", Group.OPERATOR, "The operator could not do its work; it tries again.",
         "Read the message; the operator's log has the rest.",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,10 @@ from cluster_kit.crds import (
     EXAMPLES,
     SCHEMA,
     inference_service,
+    nodes,
     rules_of,
     service_of,
+    strict,
     with_defaults,
 )
 
@@ -61,25 +61,6 @@ STRUCTURAL_KEYWORDS = {
     "x-kubernetes-preserve-unknown-fields",
     "x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 }  # fmt: skip
-
-
-def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    yield path, schema
-    for name, child in schema.get("properties", {}).items():
-        yield from nodes(child, f"{path}.{name}".lstrip("."))
-    for key in ("items", "additionalProperties"):
-        if key in schema:
-            yield from nodes(schema[key], f"{path}[]")
-
-
-def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema as kubectl applies it: with unknown fields refused instead of pruned."""
-    schema = copy.deepcopy(schema)
-    for _, node in list(nodes(schema)):
-        if "properties" in node and "x-kubernetes-preserve-unknown-fields" not in node:
-            node["additionalProperties"] = False
-    schema["properties"]["metadata"].pop("additionalProperties")
-    return schema
 
 
 def test_the_files_are_up_to_date_with_the_types() -> None:

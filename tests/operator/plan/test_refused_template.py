@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from cluster_kit.promised_pool import router_report
-from cluster_kit.reconciling import KEY, RUNNING, Store, operating
+from cluster_kit.reconciling import KEY, Store, operating, passes
 
 from diptych_protocol.admin import RouterReport, TrialReport
 
@@ -32,16 +32,6 @@ def serving(store: Store) -> list[str]:
     (told,) = (o for p, o in store.objects.items() if p.endswith("/configmaps/svc-serving"))
     revisions: list[str] = msgspec.json.decode(told["data"]["serving.json"])["revisions"]
     return revisions
-
-
-async def passes(store: Store, reconciler: Any) -> None:
-    """All wanted pods are ready after each."""
-    for _ in range(3):
-        await reconciler.reconcile(KEY)
-        store.settle()
-        for pod in store.pods_here:
-            pod["status"] = RUNNING | {"conditions": [{"type": "Ready", "status": "True"}]}
-    await reconciler.reconcile(KEY)
 
 
 async def settled(store: Store, reconciler: Any) -> str:

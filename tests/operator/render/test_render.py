@@ -93,6 +93,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         },
         "decode": {"replicas": 2, "resources": {"limits": {"nvidia.com/gpu": 2}}},
     },
+    "disaggregated_set": {"workload": "DisaggregatedSet", "decode": {"replicas": 2}},
     "pod_template": {
         "prefill": {
             "replicas": 1,

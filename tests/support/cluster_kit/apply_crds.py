@@ -17,7 +17,8 @@ from pathlib import Path
 import yaml
 from cluster_kit.gateway_kinds import gateway_kinds
 from cluster_kit.kube_tools import Tool, find_tool
-from cluster_kit.old_clusters import Kubectl, chart_for
+from cluster_kit.old_clusters import Kubectl, chart_for, has_rules, without_rules
+from cluster_kit.set_kind import set_definition
 from waits import wait_until
 
 TIMEOUT_S = 60
@@ -33,7 +34,7 @@ def run(tool: Tool, *arguments: str, stdin: str = "") -> str:
 
 
 def apply_crds() -> str:
-    """Bring the CRDs up to date, whoever brought them, and a Gateway API's if there is none; what
+    """Bring the CRDs up to date, whoever brought them, and other projects' if there are none; what
     kubectl says of it."""
     kubectl = partial(run, "kubectl")
     with tempfile.TemporaryDirectory() as folder:
@@ -42,9 +43,12 @@ def apply_crds() -> str:
     options = ("--server-side", "--force-conflicts", "--filename", "-")
     said = kubectl("apply", *options, stdin=crds)
     there = kubectl("get", "crd", "--output", "name")
-    lacking = {name: crd for name, crd in gateway_kinds().items() if name not in there}
+    others = [*gateway_kinds().values(), set_definition()]
+    lacking = {crd["metadata"]["name"]: crd for crd in others}
+    lacking = {name: crd for name, crd in lacking.items() if name not in there}
     for crd in lacking.values():
-        said += kubectl("apply", "--filename", "-", stdin=json.dumps(crd))
+        fit = crd if has_rules(kubectl) else without_rules(crd)
+        said += kubectl("apply", "--filename", "-", stdin=json.dumps(fit))
     for name in (*(crd["metadata"]["name"] for crd in yaml.safe_load_all(crds)), *lacking):
         wait_until_established(kubectl, name)
     return said

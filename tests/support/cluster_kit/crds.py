@@ -68,6 +68,7 @@ from diptych_operator.api.service import (
     ELASTIC_PROMISED,
     PREFILL_PROMISED,
     ROLLOUT_STEP,
+    SET_OF_TWO,
     SLEEP_TOGETHER,
     SLEEPERS_WAKE,
 )
@@ -107,6 +108,25 @@ class Broken:
     def at_server(self) -> tuple[str, str]:
         """The object that an API server names, and its message, which begins with the field."""
         return self.field.removesuffix(self.rule.at), self.rule.told_at_its_object
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, child in schema.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}".lstrip("."))
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            yield from nodes(schema[key], f"{path}[]")
+
+
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema as kubectl applies it: with unknown fields refused instead of pruned."""
+    schema = copy.deepcopy(schema)
+    for _, node in list(nodes(schema)):
+        if "properties" in node and "x-kubernetes-preserve-unknown-fields" not in node:
+            node["additionalProperties"] = False
+    schema["properties"]["metadata"].pop("additionalProperties", None)
+    return schema
 
 
 def inference_service(spec: dict[str, Any], name: str = "svc") -> dict[str, Any]:
@@ -425,6 +445,9 @@ BROKEN: dict[str, Broken] = {
         ),
         "spec.rollout.canary.analysis.handedOver",
         CANARY_HANDS_OVER,
+    ),
+    "a set of one pool": Broken(
+        vllm_spec(workload="DisaggregatedSet", prefill=None), "spec.workload", SET_OF_TWO
     ),
     "only prefill sleeps": Broken({"prefill": _ASLEEP}, "spec", SLEEP_TOGETHER),
     "only decode sleeps": Broken(

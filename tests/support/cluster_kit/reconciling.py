@@ -15,9 +15,10 @@ from kubernetes.aio import client
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed
 from diptych_operator.kube.client import Kube
-from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.cluster import SET_KIND, Cluster
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.kube.watch import trimmed
+from diptych_operator.kube.workloads import deployments_among, sizes
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Polled, Routers
@@ -129,12 +130,15 @@ class Store:
     def settle(self) -> None:
         """Every Deployment has the pods that it wants, ready, and no others."""
         self.pods_here.clear()
+        for made in self.children(KEY):
+            if made["kind"] == SET_KIND:
+                roles = [{"name": role, **_all(wanted)} for role, wanted in sizes(made).items()]
+                made["status"] = {"roleStatuses": roles, "observedGeneration": 1}
         for deployment in self.deployments():
-            its, wanted = deployment["metadata"], deployment["spec"].get("replicas", 1)
-            deployment["status"] = {
-                "readyReplicas": wanted, "replicas": wanted, "updatedReplicas": wanted,
-                "observedGeneration": 1,
-            }  # fmt: skip
+            wanted = deployment["spec"].get("replicas", 1)
+            deployment["status"] = {**_all(wanted), "observedGeneration": 1}
+        for pool in deployments_among(self.children(KEY)):
+            its, wanted = pool["metadata"], pool["spec"].get("replicas", 1)
             for number in range(wanted):
                 meta = {"name": f"{its['name']}-{number}", "namespace": "ns"}
                 pod = {
@@ -154,6 +158,21 @@ class Store:
 
     def deployments(self) -> list[Object]:
         return [obj for obj in self.children(KEY) if obj["kind"] == "Deployment"]
+
+
+def _all(wanted: int) -> Object:
+    """What a controller says of so many pods that are all well."""
+    return dict.fromkeys(("readyReplicas", "replicas", "updatedReplicas"), wanted)
+
+
+async def passes(store: Store, reconciler: Reconciler, times: int = 3) -> None:
+    """All wanted pods are ready after each."""
+    for _ in range(times):
+        await reconciler.reconcile(KEY)
+        store.settle()
+        for pod in store.pods_here:
+            pod["status"] = RUNNING | {"conditions": [{"type": "Ready", "status": "True"}]}
+    await reconciler.reconcile(KEY)
 
 
 @asynccontextmanager
@@ -185,14 +204,16 @@ class StoresRouters(Routers):
 
 
 @asynccontextmanager
-async def operating(store: Store, allowed: Allowed | None = None) -> AsyncIterator[Reconciler]:
+async def operating(
+    store: Store, allowed: Allowed | None = None, cluster: Cluster | None = None
+) -> AsyncIterator[Reconciler]:
     """An operator that has just started and remembers nothing."""
     async with serving(store) as kube, StoresRouters(store) as routers:
         rivals = Rivals(kube, serves_cluster=store.serves_cluster)
         yield Reconciler(
             kube,
             store,  # type: ignore[arg-type]
-            Cluster(),
+            cluster or Cluster(),
             routers,
             OperatorMetrics(),
             Images(),
