@@ -7,17 +7,11 @@ CRDs of this version, and those of a Gateway API (`cluster_kit.apply_crds`).
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 from chaos_kit.namespaces import KUBECONFIG, Namespace, Object, until
-from cluster_kit.kube_tools import find_tool
-from cluster_kit.operators import STUCK, Identity, Operator, running
-from waits import PATIENCE_S
+from cluster_kit.operators import STUCK, Identity, Operator, running, without_rights
 
 from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND
 
@@ -25,13 +19,6 @@ pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster with the CRDs"
 )
 GATEWAY = {"name": "front", "namespace": "infra", "hostname": "llm.example"}
-
-
-def kubectl(*arguments: str) -> str:
-    command = [str(find_tool("kubectl")), "--kubeconfig", str(KUBECONFIG), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def verdict(route: Object, status: str) -> Object:
@@ -51,7 +38,10 @@ def test_a_route_and_a_pool_are_kept_by_an_operator_that_may(
         identity = Identity(namespace, folder)
         operator = partial(Operator, arguments=identity.arguments, kubeconfig=identity.kubeconfig)
         namespace.serve("svc", expose={"gateway": GATEWAY}, **STUCK)
-        with without_rights(namespace), running(operator(folder / "before")):
+        with (
+            without_rights(namespace, "httproutes", "inferencepools"),
+            running(operator(folder / "before")),
+        ):
             message = namespace.degraded("svc", "GatewayUnavailable")
             assert "inference.networking.k8s.io/v1" in message
             assert "restart the operator" in message
@@ -74,21 +64,6 @@ def test_a_route_and_a_pool_are_kept_by_an_operator_that_may(
             namespace.merge("InferenceService", "svc", {"spec": {"expose": None}})
             for kind in (HTTP_ROUTE_KIND, POOL_KIND):
                 until(f"no {kind}", lambda kind=kind: not namespace.get(kind, "svc-router"))  # type: ignore[misc]
-
-
-@contextmanager
-def without_rights(namespace: Namespace) -> Iterator[None]:
-    """The operator may not look at the kinds meanwhile; to it, missing CRDs are just alike."""
-    role = partial(kubectl, "--namespace", namespace.name)
-    items = json.loads(role("get", "role", "--output", "json"))["items"]
-    (granted,) = (r for r in items if not r["metadata"]["name"].endswith("-leader"))
-    kept = [r for r in granted["rules"] if not {"httproutes", "inferencepools"} & {*r["resources"]}]
-    assert len(kept) == len(granted["rules"]) - 2
-    for rules in (kept, granted["rules"]):
-        patch = json.dumps({"rules": rules})
-        role("patch", "role", granted["metadata"]["name"], "--type=merge", "--patch", patch)
-        if rules is kept:
-            yield
 
 
 def reason(namespace: Namespace) -> str:

@@ -29,6 +29,7 @@ API_VERSIONS = {
     "ConfigMap": "v1",
     "DaemonSet": "apps/v1",
     "Deployment": "apps/v1",
+    "DisaggregatedSet": "disaggregatedset.x-k8s.io/v1",
     "Event": "v1",
     "HTTPRoute": "gateway.networking.k8s.io/v1",
     "InferencePool": "inference.networking.k8s.io/v1",

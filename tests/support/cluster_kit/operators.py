@@ -157,6 +157,25 @@ def running(operator: Operator, *, leading: bool = True) -> Iterator[Operator]:
         operator.process.wait()
 
 
+@contextmanager
+def without_rights(namespace: Namespace, *resources: str) -> Iterator[None]:
+    """The operator may not look at these kinds meanwhile; to it, missing CRDs are just alike."""
+
+    def role(*arguments: str) -> str:
+        where = ("--kubeconfig", str(KUBECONFIG), "--namespace", namespace.name)
+        return _run(str(find_tool("kubectl")), *where, *arguments)
+
+    items = json.loads(role("get", "role", "--output", "json"))["items"]
+    (granted,) = (r for r in items if not r["metadata"]["name"].endswith("-leader"))
+    kept = [r for r in granted["rules"] if not {*resources} & {*r["resources"]}]
+    assert len(kept) == len(granted["rules"]) - len(resources)
+    for rules in (kept, granted["rules"]):
+        patch = json.dumps({"rules": rules})
+        role("patch", "role", granted["metadata"]["name"], "--type=merge", "--patch", patch)
+        if rules is kept:
+            yield
+
+
 def metric_change(
     operator: Operator, namespace: Namespace, lease: str, seconds: float
 ) -> tuple[dict[str, float], int]:
