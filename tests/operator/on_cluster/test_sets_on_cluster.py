@@ -72,7 +72,7 @@ def test_a_service_lives_in_sets(home: Home) -> None:
     namespace.serve("svc", **SPEC)
 
     def ready(_: object) -> bool:
-        return namespace.condition("svc", "DecodeReady").get("status") == "True"
+        return namespace.condition("svc", "Progressing").get("reason") == "Idle"
 
     controlled(home, "svc", "the pools are ready", ready)
     ((first, made),) = sets(home, "svc").items()
