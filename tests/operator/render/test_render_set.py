@@ -10,11 +10,11 @@ import pytest
 import yaml
 from cluster_kit.crds import strict
 from cluster_kit.set_kind import SET_SCHEMA
-from diptych_operator.counts import NOTHING, Counts
 
 from diptych_operator.api.base import Object, SpecError
 from diptych_operator.api.names import COMPONENT_LABEL, KEYS_LABEL, REVISION_LABEL, ROLE_LABEL
 from diptych_operator.api.parse import parse
+from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.cluster import SET_KIND, Cluster
 from diptych_operator.kube.watch import trimmed
