@@ -199,7 +199,7 @@ class Children:
         wanted = {role: counts.of(role) for role in sizes(workload)}
         if wanted == sizes(workload):
             return
-        with tolerating(404):
+        with tolerating(404, 409):  # it is gone, or another one by now
             if workload["kind"] == SET_KIND:
                 await self._kube.apply(resized(workload, counts), manager=SIZES_MANAGER)
                 return

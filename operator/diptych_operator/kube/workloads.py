@@ -127,6 +127,7 @@ def resized(raw: Raw, counts: Counts) -> Object:
     return {
         "apiVersion": SET_API,
         "kind": SET_KIND,
-        "metadata": {"name": meta["name"], "namespace": meta["namespace"]},
+        # With the uid, or one that is gone would be made again.
+        "metadata": {part: meta[part] for part in ("name", "namespace", "uid")},
         "spec": {"roles": roles},
     }

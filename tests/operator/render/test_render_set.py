@@ -152,7 +152,7 @@ def test_both_sizes_change_at_once_and_nothing_else() -> None:
     patch = resized(made, NOTHING)
     assert sizes(patch | {"metadata": made["metadata"]}) == {"prefill": 0, "decode": 0}
     assert all(role["spec"].keys() == {"replicas"} for role in patch["spec"]["roles"])
-    assert patch["metadata"].keys() == {"name", "namespace"}
+    assert patch["metadata"].keys() == {"name", "namespace", "uid"}
 
 
 def test_other_objects_stand_for_no_deployment() -> None:
