@@ -37,7 +37,7 @@ from diptych_frontend.processors import usable_processors
 from diptych_operator.api.service import InferenceService
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
 from diptych_protocol.threads import model_threads
-from diptych_router.telling.page.routes import CONTROL_VARIABLE
+from diptych_router.telling.page.control import CONTROL_VARIABLE
 
 READY_TIMEOUT_S = 900.0
 MOST_PODS = 64

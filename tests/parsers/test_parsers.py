@@ -214,7 +214,7 @@ ELSEWHERE = {
     "protocol/diptych_protocol/command_line.py": "the command line",
     "frontend/diptych_frontend/model_files/fetch/cache.py": "our own record of a fetched model",
     "router/diptych_router/program/endpoint_picker.py": "our own router",
-    "router/diptych_router/telling/page/routes.py": "what `diptych up` wrote",
+    "router/diptych_router/telling/page/control.py": "what `diptych up` wrote",
     "engine/diptych_engine/parallel/worker.py": "the configuration, from the lead",
     "engine/diptych_engine/serving/pack_ahead.py": "our own list; models/test_packed_ahead.py",
     "engine/diptych_engine/serving/core_process.py": "the configuration, from the launcher",

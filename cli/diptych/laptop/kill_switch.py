@@ -22,7 +22,7 @@ from diptych_frontend.browsers import BrowserGate, BrowserRules
 from diptych_frontend.openai.asgi import Boundary
 from diptych_frontend.openai.responses import json_response
 from diptych_protocol import InvalidRequestError
-from diptych_router.telling.page.routes import Control
+from diptych_router.telling.page.control import Control
 
 ENGINES: Final = ("prefill", "decode")
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}

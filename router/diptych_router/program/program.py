@@ -35,8 +35,9 @@ from diptych_router.program.leaving import Leaving, openness
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.telling.explanations import Explanations
 from diptych_router.telling.metrics import RouterMetrics
+from diptych_router.telling.page.control import read_control
 from diptych_router.telling.page.panels import panels_now
-from diptych_router.telling.page.routes import Page, read_control
+from diptych_router.telling.page.routes import Page
 
 if TYPE_CHECKING:
     from diptych_router.telling.router_tracer import RouterTracer

@@ -16,8 +16,9 @@ from diptych_frontend.openai.asgi import Boundary
 from diptych_frontend.timeline.lanes import timeline
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
+from diptych_router.telling.page.control import CONTROL_VARIABLE, Control, read_control
 from diptych_router.telling.page.panels import panels_of, whose
-from diptych_router.telling.page.routes import CONTROL_VARIABLE, Control, Page, read_control
+from diptych_router.telling.page.routes import Page
 
 ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in ("sk-a", "sk-b"))
 CONTROL = Control("http://127.0.0.1:9", "a-token-of-sixteen")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -20,38 +18,14 @@ from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import exchange_of
-from diptych_frontend.openai.mounted import read
 from diptych_frontend.openai.responses import SSE, encode, json_response
 from diptych_frontend.timeline.lanes import Timeline, timeline
-from diptych_protocol import UNREADABLE, EngineOverloadedError, InvalidRequestError
+from diptych_protocol import EngineOverloadedError, InvalidRequestError
 from diptych_protocol.admin import Explanation
 from diptych_router.telling.explanations import check_id
 from diptych_router.telling.page.assets import Assets
+from diptych_router.telling.page.control import Control
 from diptych_router.telling.page.panels import Panels, change, whose
-
-CONTROL_VARIABLE = "DIPTYCH_PAGE_CONTROL"
-"""The environment variable that names the file. Only `diptych up` writes it, and nothing in a
-cluster sets the variable."""
-MAX_CONTROL_BYTES = 4096
-
-
-class Control(msgspec.Struct, frozen=True):
-    """Where `diptych up` accepts requests from the page to kill an engine, and its bearer token."""
-
-    url: Annotated[str, msgspec.Meta(pattern=r"^http://127\.0\.0\.1:[0-9]{1,5}$")]
-    token: Annotated[str, msgspec.Meta(min_length=16, max_length=256)]
-
-
-def read_control() -> Control | None:
-    """Read the file; None if the environment names none. Raises `InvalidRequestError`."""
-    path = os.environ.get(CONTROL_VARIABLE)
-    if not path:
-        return None
-    try:
-        return msgspec.json.decode(read(Path(path), MAX_CONTROL_BYTES), type=Control)
-    except (OSError, *UNREADABLE) as exc:
-        raise InvalidRequestError(f"{CONTROL_VARIABLE}: {path}: {exc}") from exc
-
 
 log = logging.getLogger(__name__)
 
