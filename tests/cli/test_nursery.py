@@ -71,7 +71,7 @@ def test_a_pod_says_and_returns_the_same(
 def test_a_pod_ends_with_its_supervisor(nursery: Nursery, tmp_path: Path, smollm2: str) -> None:
     pod, ours = start(nursery, tmp_path / "log", *router(tmp_path, smollm2))
     wait_until(lambda: os.getsid(pod.pid) == pod.pid)
-    assert is_forked(pod, "diptych_router")
+    wait_until(lambda: is_forked(pod, "diptych_router"))
     ours.shutdown(socket.SHUT_WR)
     assert int(ours.recv(32)) == 128 + signal.SIGKILL
     assert not pod.is_running()
@@ -95,7 +95,7 @@ def test_an_engine_forks_its_core(nursery: Nursery, tmp_path: Path) -> None:
     with ours:
         wait_until(lambda: "the engine core is ready" in log.read_text())
         (core,) = pod.children()
-        assert is_forked(core, CORE)
+        assert is_forked(core, CORE), core.cmdline()
         core.kill()
         assert int(ours.recv(32)) == 1  # the pod ends with its core
         assert "diptych engine: error: the" in log.read_text()

@@ -55,7 +55,7 @@ class Prefill:
         compat, geometry = json.dumps(COMPAT), json.dumps(THEIRS)
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT, "0", str(NUM_THEIRS), block_bytes, "30", compat, geometry,
-             where],
+             where, "null"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._answer()

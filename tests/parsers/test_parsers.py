@@ -227,6 +227,7 @@ ELSEWHERE = {
     "operator/diptych_operator/render/once.py": "our own objects",
     "operator/diptych_operator/routers.py": "our own routers",
     "operator/diptych_operator/kube/client.py": "the API server",
+    "cli/diptych/laptop/nursery_process.py": "our own `diptych up`",
     "cli/diptych/engine_load.py": "our own engines",
     "cli/diptych/router_admin.py": "our own routers",
     "cli/diptych/kubectl/cluster.py": "the API server",

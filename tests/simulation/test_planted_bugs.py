@@ -115,7 +115,7 @@ def lease_that_does_not_expire(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_connection_that_ends_no_load(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LoadTable, "_fail_all", lambda self, address, reason: [])
+    patch.setattr(LoadTable, "_lost", lambda self, address, reason, now: [])
 
 
 def load_without_a_time_limit(patch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ class Lives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp(dir="/dev/shm"))  # where engines keep theirs
         self.rng = random.Random(0)
         self.sealed: dict[Name, int] = {}
         self.running: dict[int, Request] = {}
