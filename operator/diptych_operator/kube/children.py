@@ -26,7 +26,6 @@ from diptych_operator.api.service import API_VERSION
 from diptych_operator.kube.client import ApiError, Kube, differences, name_of, tolerating
 from diptych_operator.kube.cluster import SET_KIND
 from diptych_operator.kube.workloads import (
-    SIZES_MANAGER,
     WORKLOADS,
     as_deployments,
     resized,
@@ -199,9 +198,9 @@ class Children:
         wanted = {role: counts.of(role) for role in sizes(workload)}
         if wanted == sizes(workload):
             return
-        with tolerating(404, 409):  # it is gone, or another one by now
+        with tolerating(404):
             if workload["kind"] == SET_KIND:
-                await self._kube.apply(resized(workload, counts), manager=SIZES_MANAGER)
+                await self._kube.edit(*name_of(workload), resized(workload, counts))
                 return
             (replicas,) = wanted.values()
             await self._kube.merge(*name_of(workload), {"spec": {"replicas": replicas}})

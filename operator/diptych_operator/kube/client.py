@@ -182,12 +182,12 @@ class Kube:
 
     # --- objects ------------------------------------------------------------------------------
 
-    async def apply(self, obj: Raw, *, dry_run: bool = False, manager: str = FIELD_MANAGER) -> Raw:
+    async def apply(self, obj: Raw, *, dry_run: bool = False) -> Raw:
         """Apply on the server: the fields of `obj` become ours, all others stay.
 
         Waits for its turn, see `Pace`."""
         await self.pace.wait_and_take()
-        query = {"fieldManager": manager, "force": "true"}
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         query |= {"dryRun": "All"} if dry_run else {}
         path = object_path(*name_of(obj))
         return await self._send("PATCH", path, query, obj, "application/apply-patch+yaml")
@@ -255,6 +255,16 @@ class Kube:
         query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All"} if dry_run else {})
         return await self.request("PATCH", path, query, patch, "application/merge-patch+json")
 
+    async def edit(
+        self, api_version: str, kind: str, namespace: str, name: str, operations: Sequence[Raw]
+    ) -> None:
+        """Carry out the operations of a JSON patch (RFC 6902): all, or none."""
+        path, query = (
+            object_path(api_version, kind, namespace, name),
+            {"fieldManager": FIELD_MANAGER},
+        )
+        await self.request("PATCH", path, query, operations, "application/json-patch+json")
+
     async def delete(
         self, api_version: str, kind: str, namespace: str, name: str, uid: str
     ) -> None:
@@ -291,7 +301,7 @@ class Kube:
         method: str,
         path: str,
         query: Mapping[str, str] | None = None,
-        body: Raw | None = None,
+        body: Raw | Sequence[Raw] | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Raw:
@@ -304,7 +314,7 @@ class Kube:
         method: str,
         path: str,
         query: Mapping[str, str] | None,
-        body: Raw | None,
+        body: Raw | Sequence[Raw] | None,
         content_type: str,
         accept: str = "application/json",
     ) -> Raw:

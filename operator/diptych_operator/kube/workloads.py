@@ -15,8 +15,6 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.cluster import SET_API, SET_KIND
 
 WORKLOADS: Final = ("Deployment", SET_KIND)
-SIZES_MANAGER: Final = "diptych-sizes"
-"""The field manager of sizes that change alone."""
 
 
 def gathered(service: InferenceService, objects: Iterable[Object]) -> list[Object]:
@@ -116,18 +114,15 @@ def sizes(raw: Raw) -> dict[str, int]:
     }
 
 
-def resized(raw: Raw, counts: Counts) -> Object:
-    """Return what is to be applied of a DisaggregatedSet to change its sizes: all at once, as a
-    role without pods beside one with some is refused."""
-    meta = raw["metadata"]
-    roles = [
-        {"name": role["name"], "spec": {"replicas": counts.of(role["name"])}}
-        for role in raw["spec"]["roles"]
+def resized(raw: Raw, counts: Counts) -> list[Object]:
+    """Return the operations that change a DisaggregatedSet's sizes: all at once, as a role without
+    pods beside one with some is refused. (API servers before 1.22 forget the rest of a role of
+    which a part is applied.)"""
+    return [
+        {
+            "op": "replace",
+            "path": f"/spec/roles/{place}/spec/replicas",
+            "value": counts.of(role["name"]),
+        }
+        for place, role in enumerate(raw["spec"]["roles"])
     ]
-    return {
-        "apiVersion": SET_API,
-        "kind": SET_KIND,
-        # With the uid, or one that is gone would be made again.
-        "metadata": {part: meta[part] for part in ("name", "namespace", "uid")},
-        "spec": {"roles": roles},
-    }

@@ -102,7 +102,8 @@ def test_a_service_lives_in_sets(home: Home) -> None:
 
 
 def test_pods_that_cannot_be_are_told_of_though_the_sets_crd_takes_them(home: Home) -> None:
-    wrong = {"podTemplate": {"spec": {"volumes": [{"name": "x", "emptyDir": {}, "nfs": {}}]}}}
+    volume = {"name": "x", "emptyDir": {}, "configMap": {"name": "x"}}
+    wrong = {"podTemplate": {"spec": {"volumes": [volume]}}}
     home.namespace.serve("wrong", **SPEC | {"decode": wrong})
     message = home.namespace.degraded("wrong", "PodTemplateRejected")
     assert "spec.decode.podTemplate" in message

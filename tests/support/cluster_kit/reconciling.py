@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from typing import Any
 
 from aiohttp import web
@@ -28,6 +29,20 @@ Object = dict[str, Any]
 KEY = ("ns", "svc")
 SECRETS = "/api/v1/namespaces/ns/secrets"
 RUNNING: Object = {"phase": "Running", "podIP": "127.0.0.9"}
+
+
+def edited(obj: Object, operations: Sequence[Object]) -> Object:
+    """The object after a JSON patch that replaces values."""
+    after = deepcopy(obj)
+    for operation in operations:
+        assert operation["op"] == "replace"
+        *way, last = operation["path"].split("/")[1:]
+        place: Any = after
+        for step in way:
+            place = place[int(step) if isinstance(place, list) else step]
+        assert last in place
+        place[last] = operation["value"]
+    return after
 
 
 class Store:
@@ -62,6 +77,10 @@ class Store:
         if request.method == "DELETE":
             return web.json_response(self.objects.pop(path, {}))
         body = await request.json()
+        if request.content_type == "application/json-patch+json":
+            if path not in self.objects:
+                return web.json_response({"reason": "NotFound"}, status=404)
+            body = edited(self.objects[path], body)
         for refusal, about in (
             (self.refuses_pods, "template" in body.get("spec", {})),
             (self.refuses_status, path != request.path),
