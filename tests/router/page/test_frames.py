@@ -104,7 +104,8 @@ def test_what_did_not_change_on_a_card_is_not_touched(scene: Scene, echo: Echo) 
     expect(page.locator(".engine .brief").last).to_contain_text("91 of")
     page.evaluate("() => new Promise(requestAnimationFrame)")
     changed = 3 + 8  # the brief, received, in use; and each holder's button
-    assert page.evaluate("() => window.touched") <= ENGINES * (changed + 3) + 4
+    spare = 6  # a busy machine draws twice; a list that is made anew would touch twice as many
+    assert page.evaluate("() => window.touched") <= ENGINES * (changed + spare) + 4
 
 
 def test_an_engine_that_takes_the_other_role_is_drawn_in_that_pool(
