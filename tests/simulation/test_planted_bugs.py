@@ -131,7 +131,7 @@ def load_without_a_time_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 def engines_that_do_not_look_whether_they_fit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loads, "mismatch", lambda lease, theirs, mine: "")
+    patch.setattr(loads, "mismatch", lambda lease, theirs, mine, *, granted: "")
 
 
 def lease_whose_reader_is_never_cut_off(patch: pytest.MonkeyPatch) -> None:
