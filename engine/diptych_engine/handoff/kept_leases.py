@@ -95,8 +95,9 @@ class KeptLeases:
         )
 
     def ended(self, lease_id: str) -> None:
-        """A lease has ended; call before anybody may write to its blocks."""
-        if self._unwritten.pop(lease_id, None) is None:
+        """A lease has ended; call before anybody may write to its blocks. Others draw the ids of
+        prefixes, which are never granted here."""
+        if self._unwritten.pop(lease_id, None) is None and NAME.fullmatch(lease_id):
             self._remove(lease_id)
 
     def write(self, unsealed: Container[int], seal_of: Callable[[int, Found], Found]) -> None:

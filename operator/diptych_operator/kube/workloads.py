@@ -116,7 +116,7 @@ def sizes(raw: Raw) -> dict[str, int]:
 
 def resized(raw: Raw, counts: Counts) -> list[Object]:
     """Return the operations that change a DisaggregatedSet's sizes: all at once, as a role without
-    pods beside one with some is refused. (API servers before 1.22 forget the rest of a role of
+    pods beside one with some is refused. (Kubernetes 1.20 forgets the rest of a role of
     which a part is applied.)"""
     return [
         {

@@ -37,7 +37,7 @@ from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.handoff.kept_blocks import ORDER, RECORD, KeptBlocks, KeptFiles
-from diptych_engine.handoff.kept_leases import LONGEST_S, SUM_BYTES, Record, _sum
+from diptych_engine.handoff.kept_leases import LONGEST_S, SUM_BYTES, KeptLeases, Record, _sum
 from diptych_engine.handoff.part_filled_blocks import record_of
 from diptych_engine.scheduling.block_pool import BlockPool, Name
 from diptych_engine.scheduling.request import Request
@@ -959,3 +959,14 @@ def test_a_folder_without_room_is_refused_by_name() -> None:
 def test_an_order_is_the_beginning_of_a_record() -> None:
     """An empty record is one whose order is 0, whatever follows it."""
     assert RECORD.format.startswith(ORDER.format)
+
+
+@pytest.mark.parametrize("lease_id", ["", ".", "..", "../precious"])
+def test_the_end_of_a_lease_whose_id_another_engine_drew_removes_nothing(
+    tmp_path: Path, lease_id: str
+) -> None:
+    (folder := tmp_path / "leases").mkdir()
+    (precious := tmp_path / "precious").write_text("kept")
+    (record := folder / ("a" * 32)).write_text("another lease")
+    KeptLeases(folder).ended(lease_id)
+    assert (precious.exists(), record.exists()) == (True, True)
