@@ -62,7 +62,7 @@ class Figures:
     seconds_to_tell: float
     """From the loss of a pod until the status says so, the worst of `LOSSES`."""
     seconds_to_replace: float
-    """Until it says that the next pod is ready, which it is within `START_S`."""
+    """Until it says that the next pod is ready, which it is `START_S` after that at most."""
     takeover_seconds: float
     """CPU time of another operator until it has looked at all services."""
     takeover_requests: float
@@ -74,7 +74,8 @@ class Figures:
 async def measure(numbers: list[int], rest_s: float) -> list[Figures]:
     found: list[Figures] = []
     async with await Kube.connect() as kube, namespace(kube), routers() as address:
-        kubelet = asyncio.create_task(mark_pods_ready(kube, address))
+        starting = asyncio.Lock()
+        kubelet = asyncio.create_task(mark_pods_ready(kube, address, starting))
         have = 0
         for number in sorted(numbers):
             async with operator() as process:
@@ -86,7 +87,7 @@ async def measure(numbers: list[int], rest_s: float) -> list[Figures]:
                 await quiet()
                 resting = await at_rest(process, rest_s)
                 print(f"{have} services at rest: {resting}", flush=True)
-                replaced = [await lose_a_pod(kube, index) for index in range(LOSSES)]
+                replaced = [await lose_a_pod(kube, starting, index) for index in range(LOSSES)]
                 await quiet()
             told, ready = (max(seconds) for seconds in zip(*replaced, strict=True))
             taken = await take_over(kube, have)
@@ -111,16 +112,15 @@ async def at_rest(process: psutil.Process, rest_s: float) -> tuple[float, float,
     )
 
 
-async def lose_a_pod(kube: Kube, index: int) -> tuple[float, float]:
-    """Delete a decode pod; the seconds until the status says so, and until there is another one."""
+async def lose_a_pod(kube: Kube, starting: asyncio.Lock, index: int) -> tuple[float, float]:
+    """Delete a decode pod; the seconds until the status says so, and until there is another one.
+
+    No pod starts before the status has told: a busy operator would see the next one at once.
+    """
     name = f"service-{index:05d}"
     path = object_path("v1", "Pod", NAMESPACE)
     query = {"labelSelector": f"diptych.dev/service={name},app.kubernetes.io/component=decode"}
     (pod,) = (await kube.request("GET", path, query))["items"]
-    started = time.monotonic()
-    await kube.request(
-        "DELETE", f"{path}/{pod['metadata']['name']}", None, {"gracePeriodSeconds": 0}
-    )
 
     async def seconds_until_ready(ready: int) -> float:
         while time.monotonic() < started + DEADLINE_S:
@@ -130,7 +130,13 @@ async def lose_a_pod(kube: Kube, index: int) -> tuple[float, float]:
             await asyncio.sleep(0.02)
         raise TimeoutError(f"the status never told of {ready} ready pods")
 
-    return await seconds_until_ready(0), await seconds_until_ready(1)
+    async with starting:
+        started = time.monotonic()
+        await kube.request(
+            "DELETE", f"{path}/{pod['metadata']['name']}", None, {"gracePeriodSeconds": 0}
+        )
+        told = await seconds_until_ready(0)
+    return told, await seconds_until_ready(1)
 
 
 async def take_over(kube: Kube, services: int) -> tuple[float, float, int]:
@@ -180,8 +186,8 @@ async def add_services(kube: Kube, first: int, last: int) -> None:
     await in_turns(add, range(first, last))
 
 
-async def mark_pods_ready(kube: Kube, address: str) -> None:
-    """Do a kubelet's work, for pods that no scheduler places."""
+async def mark_pods_ready(kube: Kube, address: str, starting: asyncio.Lock) -> None:
+    """Do a kubelet's work, for pods that no scheduler places; none while the lock is held."""
     path = object_path("v1", "Pod", NAMESPACE)
 
     async def start(raw: dict[str, Any]) -> None:
@@ -202,8 +208,9 @@ async def mark_pods_ready(kube: Kube, address: str) -> None:
                 raise
 
     while True:
-        waiting = await kube.request("GET", path, {"fieldSelector": "status.phase=Pending"})
-        await in_turns(start, waiting["items"])
+        async with starting:
+            waiting = await kube.request("GET", path, {"fieldSelector": "status.phase=Pending"})
+            await in_turns(start, waiting["items"])
         await asyncio.sleep(START_S)
 
 
