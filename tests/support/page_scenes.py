@@ -81,6 +81,7 @@ class Scene:
             self.page.fill(f"#{name}", str(value))
 
     def ask(self, words: str) -> None:
+        expect(self.page.locator("#send")).to_be_enabled()
         self.page.fill("#words", words)
         self.page.press("#words", "Enter")
 

@@ -9,7 +9,7 @@ import pytest
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, Pages, chromium
 from page_kit import Echo, served_echo
 from page_scenes import PHONE, Scene
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 from waits import wait_until
 
 from diptych_protocol import InvalidRequestError
@@ -90,6 +90,25 @@ def test_an_answer_of_markup_is_drawn_and_harmless(open_page: Open) -> None:
     expect(scene.answer.locator("strong")).to_have_text("bold")
     expect(scene.answer).to_contain_text("<img src=x")
     expect(scene.page.locator("#log img")).to_have_count(0)
+
+
+def test_a_question_asked_before_the_models_are_known_is_asked_once_and_answered(
+    open_page: Open, echo: Echo
+) -> None:
+    scene = open_page(once=True)
+    held: list[Route] = []
+    scene.page.route("**/v1/models", lambda route: held.append(route))
+    with scene.page.expect_request("**/v1/models"):
+        scene.page.reload()
+    scene.set_numbers(max_tokens=40)
+    before = len(echo.engine.seen)
+    scene.ask("early")
+    scene.page.press("#words", "Enter")
+    expect(scene.page.locator(".message")).to_have_count(0)
+    held[0].continue_()
+    expect(scene.answer).to_contain_text("early")
+    scene.wait_for_end()
+    assert len(echo.engine.seen) == before + 1
 
 
 def test_a_question_is_shown_as_it_was_written(open_page: Open) -> None:

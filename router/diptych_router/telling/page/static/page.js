@@ -40,9 +40,16 @@ const door = byId("door", HTMLDialogElement);
 let answering = null;
 /** @type {Panels | null} null until the service has let the page in */
 let panels = null;
+/** @type {Promise<void> | null} the newest look at what the service is */
+let entered = null;
+
+function enter() {
+  entered = lookAround();
+  return entered;
+}
 
 /** Learn what the service is; ask for a key where it wants one. */
-async function enter() {
+async function lookAround() {
   try {
     const [about, models] = await Promise.all([service.about(), service.models()]);
     model.replaceChildren(...models.map(({ id }) => new Option(id, id)));
@@ -85,6 +92,7 @@ async function kill(control, engine) {
 
 /** Ask what is written, or else what was asked last, in both ways. */
 async function compare() {
+  await entered;
   const text = words.value.trim() || conversation.path.findLast(({ role }) => role === "user")?.text;
   if (!areFieldsValid()) return;
   if (!text || answering) {
@@ -102,11 +110,13 @@ async function compare() {
 }
 
 async function ask() {
-  const text = words.value.trim();
-  if (!text || answering || !areFieldsValid()) return;
-  say(null);
   try {
-    const question = conversation.ask(text, await pickedImage());
+    await entered; // a quick user asks before the page knows a model
+    const image = await pickedImage();
+    const text = words.value.trim();
+    if (!text || answering || !areFieldsValid()) return;
+    say(null);
+    const question = conversation.ask(text, image);
     words.value = "";
     unpickImage();
     await answer(question);
@@ -326,5 +336,6 @@ new Tour(
     void ask();
   },
 );
+setAnswering(null);
 await enter();
 recording?.offer();
