@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diptych_operator.api.names import ADMIN_PORT
 from diptych_operator.api.service import API_VERSION, KIND
+from diptych_operator.key_keeper import RECHECK_S
 from diptych_operator.kube.client import ApiError, Kube, object_path
 from diptych_operator.kube.leader import LEASE_S, RETRY_S
 from diptych_protocol.admin import RouterReport
@@ -84,11 +85,11 @@ async def measure(numbers: list[int], rest_s: float) -> list[Figures]:
                 await settled(number)
                 each = (requests_sent() - before) / (number - have)
                 have = number
-                await quiet()
+                await quiet(have)
                 resting = await at_rest(process, rest_s)
                 print(f"{have} services at rest: {resting}", flush=True)
                 replaced = [await lose_a_pod(kube, starting, index) for index in range(LOSSES)]
-                await quiet()
+                await quiet(have)
             told, ready = (max(seconds) for seconds in zip(*replaced, strict=True))
             taken = await take_over(kube, have)
             found.append(Figures(have, *resting, round(each, 1), told, ready, *taken))
@@ -144,7 +145,7 @@ async def take_over(kube: Kube, services: int) -> tuple[float, float, int]:
     before = await versions(kube)
     async with operator() as process:
         await settled(services)
-        await quiet()
+        await quiet(services)
         figures = round(cpu_seconds(process), 1), round(requests_sent() / services, 1)
     after = await versions(kube)
     return *figures, sum(after.get(key) != version for key, version in before.items())
@@ -261,13 +262,15 @@ async def settled(services: int) -> None:
     raise TimeoutError(f"{services} services were not available in {DEADLINE_S:g} s")
 
 
-async def quiet() -> None:
-    """Wait until requests are those of the Lease only: other controllers may touch new objects."""
+async def quiet(services: int) -> None:
+    """Wait until requests are those at rest, for the Lease and to look at each Secret again, in
+    turn by chance: other controllers may touch new objects."""
+    most = QUIET_S / RETRY_S + 1 + 2 * services * QUIET_S / RECHECK_S
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         before = requests_sent()
         await asyncio.sleep(QUIET_S)
-        if requests_sent() - before <= QUIET_S / RETRY_S + 1:
+        if requests_sent() - before <= most:
             return
     raise TimeoutError(f"the operator was still busy after {DEADLINE_S:g} s")
 
