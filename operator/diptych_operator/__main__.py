@@ -33,10 +33,11 @@ from diptych_operator.kube.cluster import (
     Cluster,
     read_cluster,
 )
+from diptych_operator.kube.indexed import Indexed
 from diptych_operator.kube.leader import Candidate, lead, leases_of
 from diptych_operator.kube.liveness import WatchLiveness
 from diptych_operator.kube.rivals import Rivals
-from diptych_operator.kube.watch import Indexed, registry, settings, watched_paths
+from diptych_operator.kube.watch import registry, settings, watched_paths
 from diptych_operator.kube.work_queue import WorkQueue
 from diptych_operator.metrics import OperatorMetrics, serve_probes
 from diptych_operator.reconcile import Reconciler
@@ -110,7 +111,8 @@ class Leader:
         if (cluster := await self._cluster_with_crd()) is None:
             return
         log.info("leading as %s on %s", self._args.identity, cluster)
-        indexed = Indexed()
+        watched = watched_paths(cluster, self._args.namespaces)
+        indexed = Indexed(watched)
         async with Routers(self._has_request) as routers:
             args = self._args
             rivals = Rivals(self._kube, serves_cluster=not self._args.namespaces)
@@ -127,10 +129,15 @@ class Leader:
             queue = self._queue = WorkQueue(
                 reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S
             )
-            self._alive.expect(watched_paths(cluster, self._args.namespaces), time.monotonic())
-            handlers = registry(cluster, indexed, queue.add, self._answered)
+
+            async def work() -> None:
+                await indexed.is_whole.wait()
+                await queue.run()
+
+            self._alive.expect(watched, time.monotonic())
+            handlers = registry(cluster, self._args.namespaces, indexed, queue.add, self._answered)
             tasks: tuple[asyncio.Task[Any], ...] = (
-                asyncio.create_task(queue.run(), name="work queue"),
+                asyncio.create_task(work(), name="work queue"),
                 asyncio.create_task(self._end_when_deaf(), name="liveness"),
                 asyncio.create_task(
                     watch(handlers, settings(cluster), self._args, self._stop), name="watches"

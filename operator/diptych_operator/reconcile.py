@@ -40,9 +40,9 @@ from diptych_operator.kube.children import (
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, Cluster
 from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, UPGRADE_WAITS, EventLog
+from diptych_operator.kube.indexed import Indexed
 from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
-from diptych_operator.kube.watch import Indexed
 from diptych_operator.kube.workloads import deployments_among
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Evidence, Phase, Step, Trial, plan

@@ -19,8 +19,8 @@ from diptych_operator.api.status import Condition, ConditionStatus
 from diptych_operator.kube.children import ChildId, Children, NotOursError, child_id
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.indexed import Indexed
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
-from diptych_operator.kube.watch import Indexed
 from diptych_operator.referents import Referents
 from diptych_operator.render.route import Served, route_objects
 from diptych_operator.status.conditions import MAX_PART

@@ -22,7 +22,7 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import PoolStatus, Status
 from diptych_operator.kube.children import ChildId, child_id, with_owner
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.kube.watch import Indexed, settings
+from diptych_operator.kube.watch import settings
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.scalers import (
     scaled_from_outside,
@@ -161,21 +161,6 @@ def test_the_status_counts_pods_that_load_and_not_those_that_leave() -> None:
 def test_only_scalers_with_our_labels_are_watched_and_only_where_they_can_be(there: bool) -> None:
     selectors = settings(Cluster(has_pool_scalers=there)).watching.label_selectors
     assert selectors.get("poolscalers") == (selectors["deployments"] if there else None)
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_children_are_found_with_and_without_an_index_of_scalers(there: bool) -> None:
-    owner = service(prefill=EXTERNAL)
-    found = with_owner(scaler(owner, "prefill", 3), owner)
-    key = ("default", "svc")
-    names = (
-        "services", "deployments", "configmaps", "service_objects", "serviceaccounts",
-        "poddisruptionbudgets", "networkpolicies", "pods",
-    )  # fmt: skip
-    indices: dict[str, Any] = {name: {} for name in names}
-    indexed = Indexed()
-    indexed.adopt(indices | ({"poolscalers": {key: [found]}} if there else {}))
-    assert indexed.children(key) == ([found] if there else [])
 
 
 # --- the example ------------------------------------------------------------------------------

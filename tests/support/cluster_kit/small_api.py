@@ -66,7 +66,11 @@ class SmallApi:
         if "watch" in request.query:
             return await self._watch(request, version)
         items = [o for p, o in self.store.objects.items() if p.rpartition("/")[0] == path]
-        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": items})
+        first = int(request.query.get("continue", "0"))
+        after = first + int(request.query.get("limit", len(items)))
+        meta = {"resourceVersion": "1", "continue": str(after) if after < len(items) else ""}
+        kind = {"apiVersion": version.split("/", 2)[2], "kind": f"{path.rpartition('/')[2]}List"}
+        return web.json_response({**kind, "metadata": meta, "items": items[first:after]})
 
     def _served(self) -> list[str]:
         return [version for version in RESOURCES if version != OURS or self.serves_crd]
