@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -165,12 +166,18 @@ def _json(config: msgspec.Struct) -> str:
 
 def _given(config: msgspec.Struct) -> dict[str, Any]:
     """What differs from the defaults: the text is for people to read, and hashed."""
-    values = [(field, getattr(config, field.name)) for field in msgspec.structs.fields(config)]
+    values = [(field, getattr(config, field.name)) for field in _fields(type(config))]
     return {
         field.name: _given(value) if isinstance(value, msgspec.Struct) else value
         for field, value in values
         if value != default_of(field)
     }
+
+
+@functools.cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return a struct's fields. To read its annotations anew took half the time of rendering."""
+    return msgspec.structs.fields(kind)
 
 
 def _amount(quantity: int | str) -> Decimal:
