@@ -20,13 +20,14 @@ import pytest
 import yaml
 from waits import PATIENCE_S
 
-LAST_RELEASE: Final = "5666796ed3e69c5e17f26a15c1ee8005fe556f55"
+LAST_RELEASE: Final = "3c3b01cc2d5cf3577527c69b86b94796c0992b4c"
 """A commit of main of two days before, until there is a tag to name here. It runs on this
 version's dependencies."""
 ROOT: Final = Path(__file__).parents[2]
 QUESTIONS: Final = Path(__file__).parent / "asked_of_version.py"
 PACKAGES: Final = (
     "protocol", "frontend", "router", "engine", "kv_transfer", "kernels", "operator", "cli",
+    "vllm_connector",
 )  # fmt: skip
 
 
@@ -61,12 +62,14 @@ class Version:
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        """Start `python -m ...` of this version."""
-        assert command[0] == "python"
+        """Start `python -m ...` of this version, or another program, whose path of packages is
+        among the variables."""
+        program, *arguments = command
+        # With -P no server of the tests takes the start, which has this version loaded.
+        programs = [sys.executable, "-P"] if program == "python" else [program]
         with log.open("wb") as file:
             return subprocess.Popen(
-                # With -P no server of the tests takes the start, which has this version loaded.
-                [sys.executable, "-P", *command[1:]],
+                [*programs, *arguments],
                 env=self._variables(variables),
                 cwd=log.parent,
                 stdin=subprocess.DEVNULL,
