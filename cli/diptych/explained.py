@@ -119,7 +119,9 @@ def _candidates(choice: Choice) -> Table:
     terms = list(dict.fromkeys(name for x in choice.candidates for name in x.terms))
     places = any(candidate.near for candidate in choice.candidates)
     total = "total_s" if any(name.endswith("_s") for name in terms) else "total"
-    numbers = ["CACHED TOKENS", *map(_heading, (*terms, total))]
+    disks = any(candidate.stored_tokens for candidate in choice.candidates)
+    cached = ("CACHED TOKENS", *(("ON DISK",) if disks else ()))
+    numbers = [*cached, *map(_heading, (*terms, total))]
     names = ("", DUTIES[choice.duty].upper(), *(("PLACE",) if places else ()))
     table = bare_table(*names, *numbers, right=numbers)
     for candidate in choice.candidates:
@@ -129,6 +131,7 @@ def _candidates(choice: Choice) -> Table:
             escape(candidate.engine),
             *((candidate.near or "-",) if places else ()),
             str(candidate.cached_tokens),
+            *((str(candidate.stored_tokens),) if disks else ()),
             *amounts,
             _amount(total, candidate.cost),
             style="bold" if candidate.chosen else "",

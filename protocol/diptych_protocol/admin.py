@@ -215,6 +215,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     near: str = ""
     """For the duty decode: its distance from the engine chosen to compute the prompt: `same node`,
     `same zone` or `other zone`; empty if unknown, or if the policy does not use it."""
+    stored_tokens: int = 0
+    """The next tokens of the prompt, whose KV it had on disk only."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

@@ -364,3 +364,12 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     blocks_pinned: Annotated[
         int, gauge("kv_cache_blocks_pinned", "KV blocks that a next turn is expected to need.")
     ] = 0
+    disk_reads: Annotated[
+        int, counter("kv_disk_reads", "Prefixes that were read from disk, in part or whole.")
+    ] = 0
+    disk_blocks_read: int = 0
+    """The blocks of all of them."""
+    seconds_reading_disk: Annotated[
+        float,
+        counter("kv_disk_seconds_reading", "Total time that prefixes took to come from disk."),
+    ] = 0.0

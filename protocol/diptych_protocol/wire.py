@@ -188,6 +188,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     session: str = ""
     """The name of its session, in as many characters as a tenant's at most. With `pin_s` 0 this is
     its last turn: the core forgets that it expected another."""
+    leaves_disk: bool = False
+    """What the engine has of the prompt on disk only is not read: its router has found that to
+    compute or fetch it is faster."""
 
     @property
     def shown_id(self) -> str:
@@ -344,6 +347,12 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     expected: list[bytes] = []
     """For each prompt that has come since the last message: `PREFIX_KEY_BYTES` of each block, which
     will be cached. Beside other routers only, because one router knows what it sent."""
+    to_disk: bytes = b""
+    """Those of the cached blocks that are only on disk now."""
+    from_disk: bytes = b""
+    """Those that were, and are in memory again, or nowhere."""
+    disk_digest: int = 0
+    """The digest of all cached blocks that are only on disk; 0 if not reported."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

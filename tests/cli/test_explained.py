@@ -121,6 +121,22 @@ def test_candidates_show_how_near_they_are_if_that_is_known() -> None:
     assert "PLACE" not in text(explanation([told(request(PAIR))]))
 
 
+def test_candidates_show_what_they_have_on_disk_if_any_has_something_there() -> None:
+    stored = [
+        Candidate(
+            engine=f"p{at}", chosen=at == 0, cost=1.0, terms={}, cached_tokens=64, stored_tokens=on
+        )
+        for at, on in enumerate((320, 0))
+    ]
+    attempt = msgspec.structs.replace(PAIR, choices=[choice("prefill", *stored)])
+    shown = text(explanation([told(request(attempt))])).splitlines()
+    head = next(line for line in shown if "TO COMPUTE" in line)
+    assert "CACHED TOKENS  ON DISK" in head
+    lines = [re.split(r"\s{2,}", line[3:]) for line in shown if re.match(r"[> ]  p\d", line)]
+    assert [cells[1:3] for cells in lines] == [["64", "320"], ["64", "0"]]
+    assert "ON DISK" not in text(explanation([told(request(PAIR))]))
+
+
 def test_each_attempt_is_shown_with_what_ended_it() -> None:
     lost = msgspec.structs.replace(
         PAIR, setback="loss", why="engine p1 is lost", choices=[], hand_off_s=None

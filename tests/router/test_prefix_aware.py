@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Final
 
 import numpy as np
 import pytest
@@ -184,6 +185,89 @@ def test_nothing_is_fetched_only_because_it_costs_nearly_the_same() -> None:
         assert (decision.prefill, decision.fetch) == ("p0", None)
 
 
+DISK_S: Final = 0.01
+"""Of a disk that has been used: before each read, and for a token of it."""
+
+
+def with_a_disk(token_s: float) -> Fleet:
+    """`p1` has a prompt on disk, of which it has told how long a token takes."""
+    fleet, blocks = Fleet(3, 1), 0
+    for number in range(1, 40):
+        blocks += 100 * (number % 3)
+        seconds = number * DISK_S + blocks * SIZE * token_s
+        told = idle(disk_reads=number, disk_blocks_read=blocks, seconds_reading_disk=seconds)
+        fleet.rows["p1"].report(told, 0, 0.0)
+    fleet.remembers("p1", chain(0, 500), chain(100, 400))
+    return fleet
+
+
+def test_a_prefix_on_disk_is_worth_what_computing_takes_longer_than_reading() -> None:
+    fleet = with_a_disk(1e-5)
+    p1 = fleet.rows["p1"]
+    assert p1["read_token_s"] == pytest.approx(1e-5, rel=0.3)
+    decision = fleet.table.choose(request(500), 0.0)
+    assert decision is not None
+    assert (decision.prefill, decision.to_compute) == ("p1", 1)
+    read_s = p1["read_s"] + 400 * SIZE * p1["read_token_s"]
+    assert decision.terms["read_s"] == pytest.approx(read_s)
+    assert not decision.leaves_disk
+    p1["told_steps"] = 1.0
+    expected = fleet.table.first_token(request(500), decision)
+    assert expected is not None
+    assert expected.compute_s == pytest.approx(read_s + decision.terms["compute_s"])
+    gain = 500 * SIZE * p1["prompt_token_s"] - read_s
+    for busy, chosen in ((0.8, True), (1.2, False)):
+        p1["free_at"] = busy * gain
+        assert (engines(fleet.table.choose(request(500), 0.0))[0] == "p1") == chosen
+
+
+def test_memory_is_worth_more_than_a_disk() -> None:
+    fleet = with_a_disk(1e-5)
+    fleet.remembers("p2", chain(0, 500))
+    decision = fleet.table.choose(request(500), 0.0)
+    assert decision is not None
+    assert decision.prefill == "p2"
+    assert decision.terms["read_s"] == 0
+    assert not decision.leaves_disk
+
+
+def test_a_disk_that_is_slower_than_computing_counts_as_nothing() -> None:
+    fleet = with_a_disk(1e-2)
+    fleet.remembers("p2", chain(0, 200))
+    decision = fleet.table.choose(request(500), 0.0)
+    assert decision is not None
+    assert decision.prefill == "p2", "which has more in memory"
+    fleet.rows["p0"]["usable"] = fleet.rows["p2"]["usable"] = 0.0
+    decision = fleet.table.choose(request(500), 0.0)
+    assert decision is not None
+    assert (decision.prefill, decision.to_compute) == ("p1", 400 * SIZE + 1)
+    assert decision.terms["read_s"] == 0
+    assert decision.leaves_disk, "and the engine does not read it"
+
+
+def test_what_an_engine_has_on_disk_only_no_other_can_fetch() -> None:
+    fleet = busy_holder(1.0)
+    fleet.table.known.take("p0", PrefixChanges(2, to_disk=chain(100, 400).tobytes()), 10_000)
+    decision = fleet.table.choose(request(500), 0.0)
+    assert decision is not None
+    assert (decision.fetch, decision.fetch_tokens) == ("p0", 100 * SIZE)
+    fleet.table.known.take("p0", PrefixChanges(3, to_disk=chain(0, 100).tobytes()), 10_000)
+    decision = fleet.table.choose(request(500), 0.0)
+    assert decision is not None
+    assert decision.fetch is None
+
+
+def test_a_hand_off_brings_what_the_decode_engine_has_on_disk() -> None:
+    """It reads nothing: the sender has all."""
+    fleet = Fleet(1, 2)
+    fleet.remembers("d1", chain(0, 50), chain(20, 30))
+    decision = fleet.table.choose(request(50), 0.0)
+    assert decision is not None
+    decode = next(priced for priced in decision.weighed if priced.duty == "decode")
+    lacking = [51 * SIZE - 15, 31 * SIZE - 15]
+    assert decode.engines.lacking.tolist() == lacking
+
+
 def none_lends() -> Fleet:
     return busy_holder(1.0, lends=0.0)
 
@@ -342,8 +426,11 @@ def test_the_terms_are_those_of_each_engine_alone(
     for row, (queued, free, rows) in zip(fleet.rows.values(), told, strict=True):
         row.report(idle(4000, free, queued_prompt_tokens=queued, num_running=rows), 0, 0.0)
         row["trip_s"], row["trip_token_s"] = 1e-3 * (1 + queued % 7), 1e-6 * (1 + free)
+        row["read_s"], row["read_token_s"] = 1e-3 * (1 + free % 5), 1e-6 * (1 + queued)
+        row["lends"] = float(rows % 2)
         row.charge(0, planned=rows % 3)
-        fleet.remembers(row.key, chain(0, free % 40))
+        stored = queued % (1 + free % 40)
+        fleet.remembers(row.key, chain(0, free % 40), chain(free % 40 - stored, stored))
     fleet.table.tables["prefill"].computed(busy_s, 0.0)
     view = request(blocks, output=output)
     decision = fleet.table.choose(view, 0.0)
@@ -369,14 +456,20 @@ def terms_of(row: EngineRow, view: RequestView, priced: Priced, at: int) -> dict
     answer = {"steps_s": steps, "streams_s": streams, "room_s": part * steps}
     if priced.duty == "decode":
         return {"transfer_s": row["trip_s"] + lacking * row["trip_token_s"]} | answer
-    fetch = row["trip_s"] + (elsewhere - cached) * row["trip_token_s"]
-    if fetch < (elsewhere - cached) * row["prompt_token_s"] * (1 + others):
+    token_s = row["prompt_token_s"] * (1 + others)
+    stored = 0.0 if priced.engines.stored is None else float(priced.engines.stored[at])
+    fetch, read = row["trip_s"] + (elsewhere - cached) * row["trip_token_s"], 0.0
+    gain = max(0.0, stored * (token_s - row["read_token_s"]) - row["read_s"])
+    if (elsewhere - cached) * token_s - fetch > gain:
         lacking -= elsewhere - cached
     else:
         fetch = 0.0
+        if gain:
+            read = row["read_s"] + stored * row["read_token_s"]
+            lacking -= stored
     compute = max(lacking, 1) * row["prompt_token_s"]
     prompt = {
-        "wait_s": row["free_at"], "fetch_s": fetch,
+        "wait_s": row["free_at"], "fetch_s": fetch, "read_s": read,
         "compute_s": row["step_s"] + compute, "delay_s": compute * others,
     }  # fmt: skip
     if priced.duty == "prefill":

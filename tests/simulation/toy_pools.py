@@ -135,8 +135,11 @@ class Fleet:
             row.report(idle(), 0, 0.0)
             self.table.known.take(row.key, PrefixChanges(0, whole=True), 10_000)
 
-    def remembers(self, key: str, keys: Keys) -> None:
-        self.table.known.take(key, PrefixChanges(1, keys.tobytes()), 10_000)
+    def remembers(self, key: str, keys: Keys, on_disk: Keys | None = None) -> None:
+        """on_disk: those of them that it has there only."""
+        stored = b"" if on_disk is None else on_disk.tobytes()
+        news = PrefixChanges(1, keys.tobytes(), to_disk=stored)
+        self.table.known.take(key, news, 10_000)
 
     def go(self, view: RequestView, now: float = 0.0) -> tuple[str | None, str]:
         """Choose, and place it there."""

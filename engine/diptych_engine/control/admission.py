@@ -97,6 +97,7 @@ def admit(
         deadline_s=(message.deadline_ms or 0) / 1e3,
         pin_s=message.pin_s,
         session=message.session,
+        leaves_disk=message.leaves_disk,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,12 @@ class Late(NamedTuple):
     request_id: str
 
 
+class _Reading(NamedTuple):
+    timer: Timer
+    since: float
+    """By `time.monotonic`."""
+
+
 class BlockStore:
     """The tier of one engine core, whose thread calls everything public."""
 
@@ -77,14 +84,15 @@ class BlockStore:
         self._in_writing: set[str] = set()
         self._outdated: set[str] = set()
         """Those in writing that nobody may read afterwards."""
-        self._reads: dict[str, Timer] = {}
+        self._reads: dict[str, _Reading] = {}
         """By request."""
         self._late: set[str] = set()
         """Reads that hang. Until they end, no other begins."""
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self._readers = ThreadPoolExecutor(READERS, "kv-reader")
         self._ended: deque[Written | Read | Late] = deque()
-        self._num_written = self._num_damaged = 0
+        self._num_written = self._num_damaged = self._num_reads = self._num_read = 0
+        self._seconds_reading = 0.0
         self._disk_works = True
         """As far as the writer knows."""
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
@@ -106,13 +114,16 @@ class BlockStore:
         """Make the disk the source of a new request's prefix, if it has more of it than the engine
         that a router has named."""
         handed_over = request.fetches and request.prefix_source is None
-        if self._unsaved is None or self._late or handed_over:
+        if self._unsaved is None or self._late or handed_over or request.leaves_disk:
             return
-        count = 0
-        for block_hash in self._scheduler.prefixes.lookup_hashes(request):
+        hashes = self._scheduler.prefixes.lookup_hashes(request)
+        count = here = len(self._pool.match(hashes))
+        for block_hash in hashes[here:]:
             if self._files.name(block_hash) not in self._files:
                 break
             count += 1
+        if count == here:
+            return
         known = request.num_remote_tokens if request.prefix_source is not None else 0
         if count * self._size > known:
             request.prefix_source = StoredPrefix(remote_num_tokens=count * self._size)
@@ -122,7 +133,7 @@ class BlockStore:
         names = [self._files.name((order.names or [])[index]) for index in order.indices]
         timer = Timer(READ_TIMEOUT_S, self._tell, [Late(order.request_id)])
         timer.daemon = True
-        self._reads[order.request_id] = timer
+        self._reads[order.request_id] = _Reading(timer, time.monotonic())
         timer.start()
         self._readers.submit(self._read, order, names)
 
@@ -204,7 +215,12 @@ class BlockStore:
             self._remove(oldest)
 
     def _was_read(self, event: Read) -> None:
-        self._reads.pop(event.request_id).cancel()
+        timer, since = self._reads.pop(event.request_id)
+        timer.cancel()
+        if event.num_whole:
+            self._num_reads += 1
+            self._num_read += event.num_whole
+            self._seconds_reading += time.monotonic() - since
         self._late.discard(event.request_id)
         for name in event.names[: event.num_whole]:
             self._files.use(name)
@@ -250,8 +266,8 @@ class BlockStore:
     def close(self) -> None:
         """Wait for what is being written, and leave the files to the next engine."""
         self.retire()
-        for timer in self._reads.values():  # nobody hears them any more
-            timer.cancel()
+        for reading in self._reads.values():  # nobody hears them any more
+            reading.timer.cancel()
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._files.close()
@@ -261,3 +277,5 @@ class BlockStore:
         """Write totals and what is there into statistics."""
         stats.disk_blocks = len(self._files)
         stats.disk_blocks_written, stats.disk_blocks_damaged = self._num_written, self._num_damaged
+        stats.disk_reads, stats.disk_blocks_read = self._num_reads, self._num_read
+        stats.seconds_reading_disk = self._seconds_reading

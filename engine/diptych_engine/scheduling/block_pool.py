@@ -36,7 +36,44 @@ class Seals(Protocol):
         """A block with a prefix has its first holder, or no holder any more."""
 
 
-class BlockPool:
+class Followed:
+    """Hashes of blocks, of which others are told."""
+
+    _changes: dict[bytes, bool] | None = None
+    """Hash -> whether it is one of them now, where it was not so at the last `take_changes`; None:
+    nobody wants to know."""
+
+    def record_changes(self, wanted: bool) -> None:
+        """Start or stop recording the changes for `take_changes`."""
+        self._changes = {} if wanted else None
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Return hash -> whether it is one of them, for those that changed since the last call."""
+        changes = self._changes
+        if not changes:
+            return {}
+        self._changes = {}
+        return changes
+
+
+class OnlyStored(Followed):
+    """The hashes of blocks that can be read back, and are not in memory."""
+
+    def __init__(self) -> None:
+        self._hashes: set[bytes] = set()
+
+    def remembered_hashes(self) -> list[bytes]:
+        return [*self._hashes]
+
+    def turn(self, block_hash: bytes) -> None:
+        """A hash becomes one of them, or is one no longer."""
+        self._hashes ^= {block_hash}
+        changes = self._changes
+        if changes is not None and changes.pop(block_hash, None) is None:
+            changes[block_hash] = block_hash in self._hashes
+
+
+class BlockPool(Followed):
     """Reference-counted blocks `0 .. num_blocks - 1`."""
 
     def __init__(
@@ -58,9 +95,6 @@ class BlockPool:
         """How many blocks that nobody holds are not in the queue, because they are pinned."""
         self.num_remembered = 0
         """How many of the free blocks contain a prefix that `match` would find."""
-        self._changes: dict[bytes, bool] | None = None
-        """Hash -> whether it is remembered, where it was not so at the last `take_changes`; None:
-        nobody wants to know."""
         self.unsaved: deque[tuple[int, bytes]] | None = None
         """Blocks that came to be remembered, and their hashes, for whoever keeps them elsewhere;
         None: nobody does. Of several groups only the first one's."""
@@ -73,6 +107,7 @@ class BlockPool:
         self._elsewhere: set[bytes] = set()
         """The hashes of blocks that can be read back from there. Others are told of them as of
         those that are remembered here."""
+        self.only_stored = OnlyStored()
 
     @property
     def num_free(self) -> int:
@@ -331,25 +366,19 @@ class BlockPool:
         self._elsewhere.discard(block_hash)
         if block_hash not in self._block_of:
             self._note(block_hash, remembered=kept)
+            self.only_stored.turn(block_hash)
         if kept:
             self._elsewhere.add(block_hash)
 
-    def record_changes(self, wanted: bool) -> None:
-        """Start or stop recording the changes for `take_changes`."""
-        self._changes = {} if wanted else None
-
-    def take_changes(self) -> dict[bytes, bool]:
-        """Return hash -> whether it is cached now, for those that changed since the last call."""
-        changes = self._changes
-        if not changes:
-            return {}
-        self._changes = {}
-        return changes
-
     def _note(self, name: Name, *, remembered: bool) -> None:
         """What was noted of this hash before, if anything, is undone by this."""
+        if not isinstance(name, bytes):
+            return
+        if name in self._elsewhere:
+            self.only_stored.turn(name)
+            return
         changes = self._changes
-        if changes is None or not isinstance(name, bytes) or name in self._elsewhere:
+        if changes is None:
             return
         if changes.pop(name, None) is None:
             changes[name] = remembered

@@ -119,6 +119,8 @@ class Request:
     """For how many seconds after its end a next turn is expected, which begins with its tokens."""
     session: str = ""
     """See `EngineCoreRequest.session`."""
+    leaves_disk: bool = False
+    """See `EngineCoreRequest.leaves_disk`."""
     trace_headers: Mapping[str, str] | None = None
     """Its caller's trace context, which its last output contains."""
     kv_transfer: KVTransferParams | None = None

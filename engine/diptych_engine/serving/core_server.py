@@ -127,7 +127,8 @@ class CoreServer(WireServer):
 
         Raises `zmq.ZMQError` when an address is taken.
         """
-        super().__init__(PrefixNews(core.scheduler.pool, core.adapters.digests), rank)
+        pool = core.scheduler.pool
+        super().__init__(PrefixNews(pool, core.adapters.digests, pool.only_stored), rank)
         self._core = core
         self._context = zmq.Context()
         self._gates: list[CurveGate] = []

@@ -38,12 +38,18 @@ class RemembersPrefixes(Protocol):
 class PrefixNews:
     """What followers are to be told."""
 
-    def __init__(self, memory: RemembersPrefixes, adapters: Callable[[], dict[str, str]]) -> None:
-        """`adapters`: see `PrefixChanges`."""
-        self._memory = memory
+    def __init__(
+        self,
+        memory: RemembersPrefixes,
+        adapters: Callable[[], dict[str, str]],
+        only_stored: RemembersPrefixes | None = None,
+    ) -> None:
+        """`adapters`: see `PrefixChanges`. only_stored: those of the blocks that are on disk only;
+        None: there is no disk."""
+        self._memory, self._only_stored = memory, only_stored
         self._adapters = adapters
         self.followers: set[bytes] = set()
-        self._number, self._digest = 0, FIRST_DIGEST
+        self._number, self._digest, self._disk_digest = 0, FIRST_DIGEST, FIRST_DIGEST
         self._due = self._repeat_at = 0.0
         self.expected: list[bytes] = []
         """See `PrefixChanges`."""
@@ -56,20 +62,34 @@ class PrefixNews:
         if client not in self.followers and len(self.followers) >= MAX_FOLLOWERS:
             return None
         if not self.followers:
-            self._memory.record_changes(True)
+            self._record_changes(True)
         self.followers.add(client)
         remembered = b"".join(map(_key, self._memory.remembered_hashes()))
         self._digest = next_digest(FIRST_DIGEST, remembered, b"")
+        stored = () if self._only_stored is None else self._only_stored.remembered_hashes()
+        on_disk = b"".join(map(_key, stored))
+        self._disk_digest = next_digest(FIRST_DIGEST, on_disk, b"")
         return PrefixChanges(
-            self._number, remembered, whole=True, adapters=self._adapters(), digest=self._digest
+            self._number,
+            remembered,
+            whole=True,
+            adapters=self._adapters(),
+            digest=self._digest,
+            to_disk=on_disk,
+            disk_digest=self._disk_digest,
         )
+
+    def _record_changes(self, wanted: bool) -> None:
+        self._memory.record_changes(wanted)
+        if self._only_stored is not None:
+            self._only_stored.record_changes(wanted)
 
     def forget(self, client: bytes) -> None:
         """A client is gone."""
         if client in self.followers:
             self.followers.remove(client)
             if not self.followers:
-                self._memory.record_changes(False)
+                self._record_changes(False)
                 self.expected = []  # whoever follows next knows nothing of that prompt
 
     @property
@@ -87,21 +107,26 @@ class PrefixNews:
         if not self.followers or (now < self._due and not at_once):
             return None
         changes = self._memory.take_changes()
+        moved = {} if self._only_stored is None else self._only_stored.take_changes()
         expected, self.expected = self.expected, []
-        if not (changes or expected) and now < self._repeat_at:
+        if not (changes or moved or expected) and now < self._repeat_at:
             return None
         self._due, self._repeat_at = now + INTERVAL_S, now + REPEAT_S
         message = PrefixChanges(
-            self._number + bool(changes),
+            self._number + bool(changes or moved),
             b"".join(_key(block) for block, remembered in changes.items() if remembered),
             b"".join(_key(block) for block, remembered in changes.items() if not remembered),
             adapters=self._adapters(),
             expected=expected,
         )
-        if changes:
+        if moved:
+            message.to_disk = b"".join(_key(block) for block, stored in moved.items() if stored)
+            message.from_disk = b"".join(_key(name) for name, stored in moved.items() if not stored)
+            self._disk_digest = next_digest(self._disk_digest, message.to_disk, message.from_disk)
+        if changes or moved:
             self._number = message.number
             self._digest = next_digest(self._digest, message.added, message.removed)
-        message.digest = self._digest
+        message.digest, message.disk_digest = self._digest, self._disk_digest
         return message
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diptych_router.choosing.policy import FETCH
+from diptych_router.choosing.policy import FETCH, READ
 
 WAIT: Final = "wait_s"
 COMPUTE: Final = "compute_s"
@@ -40,7 +40,7 @@ def expected(
     """
     if WAIT not in terms or COMPUTE not in terms:
         return None
-    compute_s = terms[COMPUTE] + terms.get(FETCH, 0.0)
+    compute_s = terms[COMPUTE] + terms.get(FETCH, 0.0) + terms.get(READ, 0.0)
     named = sum(of_tenants.values())
     total = max(queued, named)
     if not total:

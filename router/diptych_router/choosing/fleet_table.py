@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import reduce
 from itertools import count
 from operator import or_
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -45,12 +46,14 @@ Tokens = dict[Role, Floats]
 
 class _Remembered(NamedTuple):
     cached: Tokens
-    """Including what was sent there a moment ago."""
+    """In memory, including what was sent there a moment ago."""
     held: Sequence[Leading] = ()
     """Without; in tokens."""
     tie: int | None = None
     """The key of the first block that nobody has. Until an engine has told of it, requests that
     begin alike have the same one, at whatever router."""
+    stored: Mapping[Role, Floats] = MappingProxyType({})
+    """See `PoolView.stored`."""
 
 
 class FleetTable:
@@ -160,7 +163,7 @@ class FleetTable:
             how = "always"
         if others:
             left_out += [self._rows[key] for key in others if key in self._rows]
-        cached, held, tie = self._remembered(request)
+        cached, held, tie, stored = self._remembered(request)
         if request.goes_on and self._may_go_on(request, cached) and not request.disaggregate:
             how = "auto" if how == "always" else how
         elsewhere = self._elsewhere(cached, held)
@@ -182,6 +185,7 @@ class FleetTable:
                     loading[role] if adapter else None,
                     tie,
                     beside_s.get(role),
+                    stored.get(role),
                 )
                 for role, table in self.tables.items()
             ]
@@ -283,30 +287,46 @@ class FleetTable:
             return _Remembered({role: np.zeros(len(t.rows)) for role, t in self.tables.items()})
         if request.adapter:
             tables = self.tables.items()
-            return _Remembered({role: self._cached_by_adapter(t, request) for role, t in tables})
+            cached = {role: self._cached_by_adapter(t, request) for role, t in tables}
+            stored: Tokens = {}
+            if self.known.index.only_stored.num_blocks:
+                for role, table in tables:
+                    with_disk = self._cached_by_adapter(table, request, stored=True)
+                    stored[role] = with_disk - cached[role]
+            return _Remembered(cached, stored=stored)
         tokens: dict[float, Floats] = {}
+        tokens_with_disk: dict[float, Floats] = {}
         held: list[Leading] = []
         tie = None
+        places = self.known.num_places
         prefill, decode = self.tables.values()
         for size in {*prefill.eligibility.block_sizes, *decode.eligibility.block_sizes}:
             keys = request.keys(BlockNaming(int(size)))
             match = self.known.index.match(keys)
-            tokens[size] = lengths(match.soon, self.known.num_places) * np.float64(size)
+            tokens[size] = lengths(match.soon, places) * np.float64(size)
+            if match.stored is not match.soon:
+                tokens_with_disk[size] = lengths(match.stored, places) * np.float64(size)
             for blocks, engines in match.now:
                 held.append((blocks * int(size), engines))
-            longest = match.soon[-1][0] if match.soon else 0
+            longest = match.stored[-1][0] if match.stored else 0
             if longest < len(keys):
                 tie = int(keys[longest])
-        cached: Tokens = {"prefill": _tokens(prefill, tokens), "decode": _tokens(decode, tokens)}
-        return _Remembered(cached, held, tie)
+        cached = {"prefill": _tokens(prefill, tokens), "decode": _tokens(decode, tokens)}
+        if not tokens_with_disk:
+            return _Remembered(cached, held, tie)
+        all_ = tokens | tokens_with_disk
+        stored = {role: _tokens(t, all_) - cached[role] for role, t in self.tables.items()}
+        return _Remembered(cached, held, tie, stored)
 
-    def _cached_by_adapter(self, table: EngineTable, request: RequestView) -> Floats:
+    def _cached_by_adapter(
+        self, table: EngineTable, request: RequestView, *, stored: bool = False
+    ) -> Floats:
         """Engines may have other files under the same name, and most do not have it loaded."""
         cached: Floats = np.zeros(len(table))
         for at, row in enumerate(table.rows):
             naming = self._naming(request, row.key, table.column["block_size"][at])
             if naming is not None and request.keys is not None:
-                blocks = self.known.num_cached(row.key, request.keys(naming))
+                blocks = self.known.num_cached(row.key, request.keys(naming), stored=stored)
                 cached[at] = blocks * naming.block_size
         return cached
 

@@ -37,6 +37,9 @@ ARRAY_BYTES: Final = 128
 FETCH: Final = "fetch_s"
 """A term of policies that know when an engine should fetch the missing part of a prefix from the
 engine that has most of it; above 0 where it should."""
+READ: Final = "read_s"
+"""A term of policies that know what disks cost; above 0 where an engine should read what it has of
+the prompt on disk."""
 TRANSFER: Final = "transfer_s"
 """A term of policies that know how long a hand-off takes with an average sender. For a pair it
 becomes the time of this pair."""
@@ -70,7 +73,7 @@ class PoolView:
     barred: Floats
     """0 for engines that can take it, infinity for the others."""
     cached: Floats
-    """Tokens of its prompt, from the first one on, whose KV each has."""
+    """Tokens of its prompt, from the first one on, whose KV each has in memory."""
     lacking: Floats
     """Tokens of its prompt whose KV each lacks."""
     elsewhere: Floats
@@ -83,6 +86,8 @@ class PoolView:
     beside_s: Floats | None = None
     """Seconds for which others on its processors compute prompts, each times the part of them that
     it uses; None if no engine shares any."""
+    stored: Floats | None = None
+    """The tokens after `cached` whose KV each has on disk only; None if no engine has any."""
     made: dict[str, Terms] = field(default_factory=dict)
     """Terms that a policy has computed for one duty, and needs for another one."""
 
@@ -142,9 +147,9 @@ class Priced:
             return None
         # With a sender that is faster than usual it may be negative.
         alike = total <= cost + abs(cost) * self._equal_within
-        fetch = self._terms.get(FETCH)
-        if fetch is not None and not fetch[at]:
-            alike &= fetch == 0  # nothing is fetched for the sake of a draw
+        for moved in (self._terms.get(FETCH), self._terms.get(READ)):
+            if moved is not None and not moved[at]:
+                alike &= moved == 0  # nothing is fetched or read for the sake of a draw
         equal = alike.nonzero()[0]
         if pairing is not None and len(equal) > 1:
             near = pairing.near[equal]
@@ -203,9 +208,23 @@ class Priced:
         wanted = self._terms.get(FETCH)
         return int(self.engines.elsewhere[at]) if wanted is not None and wanted[at] > 0 else 0
 
+    def stored(self, at: int) -> int:
+        """Return how many tokens of the prompt it has on disk only."""
+        return 0 if self.engines.stored is None else int(self.engines.stored[at])
+
+    def leaves_disk(self, at: int) -> bool:
+        """Whether it should compute what it has on disk."""
+        read = self._terms.get(READ)
+        return read is not None and not read[at] and self.stored(at) > 0
+
     def to_compute(self, at: int, fetched: int) -> float:
-        """Return how many tokens it would neither have nor fetch: at least the prompt's last."""
-        return max(1.0, self._prompt_tokens - max(float(self.engines.cached[at]), fetched))
+        """Return how many tokens it would neither have, read nor fetch: at least the prompt's
+        last."""
+        read = self._terms.get(READ)
+        here = int(self.engines.cached[at])
+        if read is not None and read[at]:
+            here += self.stored(at)
+        return max(1.0, self._prompt_tokens - float(max(here, fetched)))
 
 
 _Price = Callable[[Duty, PoolView], Priced]
@@ -233,6 +252,8 @@ class Decision:
     """The costs of the choice, by the name of the reason."""
     to_compute: float = 0.0
     """Tokens of the prompt that the engine that computes it neither has nor fetches."""
+    leaves_disk: bool = False
+    """That engine should compute what it has on disk only."""
     weighed: Sequence[Priced] = field(default=(), repr=False, compare=False)
     """All candidates with their costs."""
 
@@ -310,6 +331,7 @@ def _pair(
         fetch_tokens=fetched,
         terms=_added(first.terms(p), second.terms(d)),
         to_compute=first.to_compute(p, fetched),
+        leaves_disk=first.leaves_disk(p),
         weighed=weighed or (first, second),
     )
 
@@ -397,5 +419,6 @@ def _one(
         fetch_tokens=fetched,
         terms=priced.terms(at),
         to_compute=priced.to_compute(at, fetched),
+        leaves_disk=priced.leaves_disk(at),
         weighed=weighed,
     )

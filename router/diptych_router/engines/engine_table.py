@@ -34,6 +34,8 @@ STEP_PRIOR: Final = (5e-3, 1e-4, 1e-4)
 of each generating row in it."""
 TRIP_PRIOR: Final = (5e-3, 5e-6)
 """The expected seconds that a request waits for a hand-off, and for each token of its KV."""
+READ_PRIOR: Final = (5e-3, 5e-5)
+"""The expected seconds that a request waits for a disk, and for each token of its KV."""
 ADAPTER_PRIOR: Final = (0.2,)
 """The expected seconds to load an adapter."""
 FLEET_PRIOR_S: Final = 1e-4
@@ -53,7 +55,8 @@ FIELDS: Final = (
     "open_tokens", "given",
     "free_at", "rows", "coming", "free_tokens", "used_tokens",
     "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
-    "adapter_s", "told_adapters", "unheard_s", "home", "others",
+    "adapter_s", "told_adapters", "read_s", "read_token_s", "told_reads",
+    "unheard_s", "home", "others",
 )  # fmt: skip
 """`free_tokens` is infinite for an engine that has not reported its KV memory, so that it never
 seems full; `used_tokens` is at least 1. `unheard_s`: seconds of prompts that this router gave it
@@ -67,6 +70,7 @@ RATES: Final[Mapping[str, tuple[Sequence[float], Sequence[str]]]] = {
     "told_steps": (STEP_PRIOR, ("step_s", "prompt_token_s", "row_s")),
     "told_trips": (TRIP_PRIOR, ("trip_s", "trip_token_s")),
     "told_adapters": (ADAPTER_PRIOR, ("adapter_s",)),
+    "told_reads": (READ_PRIOR, ("read_s", "read_token_s")),
 }
 """What is learned from reports: the rates that are expected, and their columns. By the column that
 says which engines have reported any such work."""
@@ -417,10 +421,16 @@ class EngineRow:
         trip_s += after.prefix_seconds - before.prefix_seconds
         loads = (stats.adapters_loaded - last.adapters_loaded,)
         load_s = stats.seconds_loading_adapters - last.seconds_loading_adapters
+        reads = (
+            stats.disk_reads - last.disk_reads,
+            (stats.disk_blocks_read - last.disk_blocks_read) * size,
+        )
+        read_s = stats.seconds_reading_disk - last.seconds_reading_disk
         for kind, amounts, seconds in (
             ("told_steps", steps, step_s),
             ("told_trips", trips, trip_s),
             ("told_adapters", loads, load_s),
+            ("told_reads", reads, read_s),
         ):
             own, of_all = self._rates[kind], self.table.fleet_rates[kind]
             if amounts[0] > 0 and seconds > 0:

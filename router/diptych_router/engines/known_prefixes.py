@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import itemgetter, or_
@@ -113,8 +113,11 @@ class Match(NamedTuple):
     it once. Engines are the bits of their places."""
 
     soon: list[Leading]
-    """Including what was sent there a moment ago."""
+    """In memory, including what was sent there a moment ago."""
     now: list[Leading]
+    """In memory."""
+    stored: list[Leading]
+    """As `soon`, with what can be read from disk."""
 
 
 class PrefixIndex:
@@ -126,6 +129,9 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.held = BlockHolders()
+        """In memory, or on disk."""
+        self.only_stored = BlockHolders()
+        """Those of them that are on disk only."""
         self._expected = [BlockHolders(), BlockHolders()]
         """What was sent to engines since the last `age`, and between that and the one before."""
 
@@ -145,7 +151,7 @@ class PrefixIndex:
         self._expected = [BlockHolders(), self._expected[0]]
 
     def forget_engine(self, engine: int) -> None:
-        for holders in (self.held, *self._expected):
+        for holders in (self.held, self.only_stored, *self._expected):
             holders.forget_engine(engine)
 
     def match(self, hashes: Keys) -> Match:
@@ -153,30 +159,39 @@ class PrefixIndex:
         the chained hashes of the prompt's full blocks."""
         num_blocks = len(hashes)
         if not num_blocks:
-            return Match([], [])
+            return Match([], [], [])
         held = self.held.runs(hashes) if self.held.num_blocks else NOBODY
-        now = _leading(held, num_blocks)
-        layers = [held]
+        sent: list[list[Run]] = []
         for expected in self._expected:
             if expected.num_blocks and (runs := expected.runs_of_whole(hashes)) != NOBODY:
-                layers.append(runs)
-        if len(layers) == 1:
-            return Match(now, now)
-        return Match(_leading(_united(layers), num_blocks), now)
+                sent.append(runs)
+        now = soon = stored = _leading(held, num_blocks)
+        if sent:
+            soon = stored = _leading(_joined([held, *sent], or_), num_blocks)
+        if self.only_stored.num_blocks and (runs := self.only_stored.runs(hashes)) != NOBODY:
+            in_memory = _joined([held, runs], _without)
+            soon = now = _leading(in_memory, num_blocks)
+            if sent:
+                soon = _leading(_joined([in_memory, *sent], or_), num_blocks)
+        return Match(soon, now, stored)
 
 
-def _united(layers: Sequence[Sequence[Run]]) -> list[Run]:
-    """Who holds each block in some layer."""
+def _without(holders: int, others: int) -> int:
+    return holders & ~others
+
+
+def _joined(layers: Sequence[Sequence[Run]], join: Callable[[int, int], int]) -> list[Run]:
+    """Who holds each block, by what each layer says of it."""
     changes: list[tuple[int, int, int]] = []
     for layer, runs in enumerate(layers):
         for at, engines in runs:
             changes.append((at, layer, engines))
     here = [0] * len(layers)
-    united: dict[int, int] = {}
+    joined: dict[int, int] = {}
     for at, layer, engines in sorted(changes):
         here[layer] = engines
-        united[at] = reduce(or_, here)
-    return list(united.items())
+        joined[at] = reduce(join, here)
+    return list(joined.items())
 
 
 def _leading(runs: Sequence[Run], num_blocks: int) -> list[Leading]:
@@ -230,11 +245,20 @@ class _Follower:
     """The number of the last message; None: the next message must contain everything."""
     digest: int = FIRST_DIGEST
     """The sum of what it has reported: see `next_digest`."""
+    disk_digest: int = FIRST_DIGEST
+    """The same of what is on disk only."""
     num_in_vain: int = 0
     """Ignored messages since `number` is None; one without changes counts as many of them."""
     num_blocks: int = 0
+    num_only_stored: int = 0
+    """How many of them are on disk only."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Name -> digest."""
+
+    def agrees(self, changes: PrefixChanges) -> bool:
+        """Whether the engine remembers what is known of it."""
+        digests = (changes.digest, self.digest), (changes.disk_digest, self.disk_digest)
+        return all(told in (0, known) for told, known in digests)
 
 
 class KnownPrefixes:
@@ -266,34 +290,43 @@ class KnownPrefixes:
             is_next = True
         elif follower.number is None:
             return not _waits_in_vain(follower, changes)
-        elif changes.number == follower.number and changes.digest in (0, follower.digest):
+        elif changes.number == follower.number and follower.agrees(changes):
             follower.adapters = _adapters(changes)  # it is repeated, or came twice
             return True
         else:
             is_next = changes.number == follower.number + 1
-        digest = next_digest(follower.digest, changes.added, changes.removed)
-        if not is_next or changes.digest not in (0, digest):
+        follower.digest = next_digest(follower.digest, changes.added, changes.removed)
+        follower.disk_digest = next_digest(follower.disk_digest, changes.to_disk, changes.from_disk)
+        if not is_next or not follower.agrees(changes):
             self.num_gaps += 1
             self._clear(follower)
             # An engine that has its own sum wrong would be asked for ever if it were asked at once.
             return changes.whole
-        follower.number, follower.digest = changes.number, digest
-        follower.adapters = _adapters(changes)
-        added, removed = _keys(changes.added), _keys(changes.removed)
-        follower.num_blocks -= self.index.held.remove(follower.place, removed)
-        if follower.num_blocks + len(added) > min(most_blocks, MAX_ENGINE_BLOCKS):
+        follower.number, follower.adapters = changes.number, _adapters(changes)
+        index, place = self.index, follower.place
+        added, to_disk = _keys(changes.added), _keys(changes.to_disk)
+        follower.num_blocks -= index.held.remove(place, _keys(changes.removed))
+        if follower.num_only_stored:
+            gone = index.only_stored.remove(place, _keys(changes.from_disk))
+            follower.num_only_stored -= gone
+        most = min(most_blocks, MAX_ENGINE_BLOCKS)
+        if max(follower.num_blocks + len(added), follower.num_only_stored + len(to_disk)) > most:
             log.warning("engine %s says to remember more blocks than it can have", engine)
             self._clear(follower)
-        elif self.index.held.num_blocks < MAX_BLOCKS:
-            follower.num_blocks += self.index.held.add(follower.place, added)
+        elif index.held.num_blocks < MAX_BLOCKS:
+            follower.num_blocks += index.held.add(place, added)
+            follower.num_only_stored += index.only_stored.add(place, to_disk)
         return True
 
     def _clear(self, follower: _Follower) -> None:
         """Nothing is known of an engine until it tells everything."""
         if follower.num_blocks:
             self.index.held.forget_engine(follower.place)
-        follower.number, follower.digest, follower.num_in_vain = None, FIRST_DIGEST, 0
-        follower.num_blocks, follower.adapters = 0, {}
+        if follower.num_only_stored:
+            self.index.only_stored.forget_engine(follower.place)
+        follower.number, follower.num_in_vain = None, 0
+        follower.digest = follower.disk_digest = FIRST_DIGEST
+        follower.num_blocks, follower.num_only_stored, follower.adapters = 0, 0, {}
 
     def place(self, engine: str) -> int:
         """Return the engine's place in the result of `match`, until it is forgotten."""
@@ -326,12 +359,15 @@ class KnownPrefixes:
         follower = self._followers.get(engine)
         return NO_ADAPTERS if follower is None else follower.adapters
 
-    def num_cached(self, engine: str, keys: Keys) -> int:
-        """Return how many blocks of a prompt this engine has, from the first one on."""
+    def num_cached(self, engine: str, keys: Keys, *, stored: bool = False) -> int:
+        """Return how many blocks of a prompt this engine has in memory, from the first one on.
+        stored: or on disk."""
         follower = self._followers.get(engine)
         if follower is None:
             return 0
-        return int(lengths(self.index.match(keys).soon, self.num_places)[follower.place])
+        match = self.index.match(keys)
+        found = match.stored if stored else match.soon
+        return int(lengths(found, self.num_places)[follower.place])
 
     @property
     def num_places(self) -> int:

@@ -20,7 +20,7 @@ from diptych_protocol import (
     InvalidRequestError,
     KVTransferParams,
 )
-from diptych_router.choosing.policy import FETCH, Decision, RequestView
+from diptych_router.choosing.policy import FETCH, READ, Decision, RequestView
 from diptych_router.engines.health_book import ClosedWays
 from diptych_router.requests.placements import HeldRequests, Placements
 from diptych_router.requests.promises import Promises
@@ -46,7 +46,7 @@ MARGIN: Final = 8.0
 """What is expected may take so many times as long."""
 SLOW_TOKEN_S: Final = 0.02
 """The time for each token of a prompt, if the policy gives no seconds."""
-BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", "adapter_s", FETCH)
+BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", "adapter_s", FETCH, READ)
 """Terms of a decision that delay a request's first token."""
 
 
@@ -158,7 +158,7 @@ class Attempts:
             routed.account.served += routed.record.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
-        routed.lender = ""
+        routed.lender, routed.leaves_disk = "", decision.leaves_disk
         source = self._source_of(decision, prefill)
         self._fleet.placed(view, decision, now)
         facts = {

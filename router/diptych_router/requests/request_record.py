@@ -21,7 +21,7 @@ from diptych_frontend.observability.metrics import Times
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.first_token import FirstToken
-from diptych_router.choosing.policy import FETCH, Decision
+from diptych_router.choosing.policy import FETCH, READ, Decision
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.serving import RevisionShare
 
@@ -213,7 +213,7 @@ class Attempt:
         terms = self.decision.terms
         if "wait_s" not in terms:
             return None
-        return terms["wait_s"] + terms["compute_s"] + terms.get(FETCH, 0.0)
+        return terms["wait_s"] + terms["compute_s"] + terms.get(FETCH, 0.0) + terms.get(READ, 0.0)
 
     @property
     def hand_off_expected_s(self) -> float | None:

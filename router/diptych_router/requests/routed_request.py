@@ -103,6 +103,8 @@ class RoutedRequest:
     """Key of the engine chosen to take over after prefill."""
     lender: str = ""
     """Key of the engine that lent its KV to the present one; empty: none did."""
+    leaves_disk: bool = False
+    """Whether its engine is to compute what it has on disk of the prompt."""
     lease: dict[str, Any] | None = None
     """kv_transfer_params of a lease that no decode engine has read yet."""
     announced: Announcement | None = None
@@ -308,6 +310,7 @@ class RoutedRequest:
             sampling_params=params,
             generated_token_ids=list(self.generated) or None,
             prefix_source=source,
+            leaves_disk=self.leaves_disk,
             deadline_ms=None if self.generated else self.original.deadline_ms,
         )
 

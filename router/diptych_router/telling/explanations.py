@@ -196,6 +196,7 @@ def _choice(priced: Priced, decision: Decision, name_of: NameOf) -> Choice:
                 terms=priced.terms(at),
                 cached_tokens=int(priced.engines.cached[at]),
                 near=priced.near(at),
+                stored_tokens=priced.stored(at),
             )
             for at in shown
         ],

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from select import POLLIN, poll
 
+import msgspec
 import pytest
 from engine_kit.block_checks import check_blocks
 from engine_kit.core import CLIENT, core_request, make_core, step, tokens
@@ -122,9 +123,36 @@ def test_an_engine_that_is_started_again_finds_its_prefixes(
         assert stats.prompt_tokens_computed == len(PROMPT) - NUM_STORED
         assert outputs[0].num_cached_tokens == NUM_STORED
         assert outputs[0].num_received_tokens == 0
+        assert (stats.disk_reads, stats.disk_blocks_read) == (1, NUM_STORED // BLOCK)
+        assert stats.seconds_reading_disk > 0
 
 
-def test_followers_hear_of_blocks_on_disk_as_of_those_in_memory(
+def test_what_is_on_disk_is_not_read_where_the_router_has_found_it_slower(
+    model: str, expected: list[int]
+) -> None:
+    with started(model) as engine:
+        request = core_request("r", PROMPT, max_tokens=8, ignore_eos=True)
+        outputs = engine.run(msgspec.structs.replace(request, leaves_disk=True))
+        assert tokens(outputs) == expected
+        assert engine.core.stats().disk_tokens == 0
+        assert engine.core.stats().prompt_tokens_computed == len(PROMPT)
+
+
+def test_what_is_on_disk_goes_on_where_memory_ends(
+    model: str, expected: list[int], cache: Path
+) -> None:
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, PROMPT, BLOCK, None)
+    for path in blocks_in(cache):
+        if any(path.name.endswith(known.hex()) for known in hashes[:2]):
+            path.unlink()
+    with started(model) as engine:
+        engine.core.scheduler.pool.unsaved = None
+        engine.answer(PROMPT[: 2 * BLOCK + 1], "the beginning")
+        assert engine.answer() == (expected, NUM_STORED - 2 * BLOCK)
+
+
+def test_followers_hear_of_blocks_on_disk_as_of_those_in_memory_and_which_are_there_only(
     model: str, expected: list[int], cache: Path
 ) -> None:
     hashes: list[bytes] = []
@@ -133,12 +161,14 @@ def test_followers_hear_of_blocks_on_disk_as_of_those_in_memory(
         pool = engine.core.scheduler.pool
         pool.record_changes(True)
         assert set(hashes) <= set(pool.remembered_hashes())
+        assert set(hashes) <= set(pool.only_stored.remembered_hashes())
         for path in blocks_in(cache):
             flip(path)
         assert engine.answer() == (expected, 0)
         assert pool.take_changes().get(hashes[0], True), "it was computed again"
+        assert not set(hashes) & set(pool.only_stored.remembered_hashes())
         Controls(engine.core).forget_everything()
-        assert pool.remembered_hashes() == []
+        assert pool.remembered_hashes() == pool.only_stored.remembered_hashes() == []
 
 
 def test_what_memory_has_forgotten_is_read_and_what_it_has_is_not(model: str) -> None:

@@ -271,7 +271,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(8, clock=lambda: self.now)
         self.held: list[list[int]] = []
         self.pool.record_changes(True)
+        self.pool.only_stored.record_changes(True)
         self.told: set[bytes] = set()
+        self.told_stored: set[bytes] = set()
+        self.elsewhere: set[bytes] = set()
 
     @rule(count=st.integers(0, 8))
     def allocate(self, count: int) -> None:
@@ -318,7 +321,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(start=st.integers(0, 2), row=st.integers(0, 7), kept=st.booleans())
     def keep_elsewhere(self, start: int, row: int, kept: bool) -> None:
-        self.pool.kept_elsewhere(hashes_of([start] * 32)[row], kept=kept)
+        block_hash = hashes_of([start] * 32)[row]
+        self.pool.kept_elsewhere(block_hash, kept=kept)
+        (self.elsewhere.add if kept else self.elsewhere.discard)(block_hash)
 
     @rule()
     def tell(self) -> None:
@@ -326,6 +331,11 @@ class PoolMachine(RuleBasedStateMachine):
             assert (block_hash in self.told) != remembered
             (self.told.add if remembered else self.told.remove)(block_hash)
         assert self.told == set(self.pool.remembered_hashes())
+        for block_hash, stored in self.pool.only_stored.take_changes().items():
+            assert (block_hash in self.told_stored) != stored
+            (self.told_stored.add if stored else self.told_stored.remove)(block_hash)
+        assert self.told_stored == set(self.pool.only_stored.remembered_hashes())
+        assert self.told_stored == {name for name in self.elsewhere if not self.pool.match([name])}
 
     @rule()
     def forget_all(self) -> None:

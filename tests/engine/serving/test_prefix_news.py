@@ -30,25 +30,36 @@ class Follower:
     """Knows what a core remembers by what it is told alone."""
 
     held: Keys = field(default_factory=set)
+    stored: Keys = field(default_factory=set)
+    """Those of them that are on disk only."""
     number: int = -1
 
     def take(self, news: PrefixChanges) -> None:
         added, removed = keys_of(news.added), keys_of(news.removed)
+        to_disk, from_disk = keys_of(news.to_disk), keys_of(news.from_disk)
         assert len(set(added + removed)) == len(added) + len(removed), "each is told once"
         if news.whole:
-            self.held, self.number = set(), news.number - 1
-        assert news.number == self.number + bool(news.whole or added or removed)
+            self.held, self.stored, self.number = set(), set(), news.number - 1
+        anything = news.whole or added or removed or to_disk or from_disk
+        assert news.number == self.number + bool(anything)
         self.number = news.number
         assert not self.held & set(added)
         assert self.held >= set(removed)
         self.held = (self.held | set(added)) - set(removed)
         assert news.digest == next_digest(FIRST_DIGEST, b"".join(self.held), b"")
+        assert not self.stored & set(to_disk)
+        assert self.stored >= set(from_disk)
+        self.stored = (self.stored | set(to_disk)) - set(from_disk)
+        assert self.stored <= self.held
+        assert news.disk_digest == next_digest(FIRST_DIGEST, b"".join(self.stored), b"")
 
 
 def test_followers_know_what_the_pool_remembers() -> None:
-    """Whatever is computed, forgotten and computed again between two messages."""
+    """Whatever is computed, forgotten and computed again between two messages, and whatever can be
+    read back meanwhile."""
     core, choices = make_core(num_blocks=16), random.Random(5)
-    news = PrefixNews(core.scheduler.pool, core.adapters.digests)
+    pool = core.scheduler.pool
+    news = PrefixNews(pool, core.adapters.digests, pool.only_stored)
     early, late = Follower(), Follower()
     first = news.follow(b"early")
     assert first is not None
@@ -58,6 +69,9 @@ def test_followers_know_what_the_pool_remembers() -> None:
         run(core, core_request(f"r{turn}", choices.choice(prompts), max_tokens=2))
         if turn == 12:
             core.call("reset_prefix_cache", [])
+        for block_hash in sorted(pool.remembered_hashes()):
+            if choices.random() < 0.3:
+                pool.kept_elsewhere(block_hash, kept=choices.random() < 0.7)
         if choices.random() < 0.7:
             changes = news.take(float(turn), at_once=True)
             for follower in (early, late)[: 2 if late.number >= 0 else 1]:
@@ -72,9 +86,13 @@ def test_followers_know_what_the_pool_remembers() -> None:
     if (changes := news.take(99.0, at_once=True)) is not None:
         early.take(changes)
         late.take(changes)
-    remembered = {key[:PREFIX_KEY_BYTES] for key in core.scheduler.pool.remembered_hashes()}
-    assert remembered
-    assert early.held == late.held == remembered
+    for source, told in (
+        (pool, (early.held, late.held)),
+        (pool.only_stored, (early.stored, late.stored)),
+    ):
+        remembered = {key[:PREFIX_KEY_BYTES] for key in source.remembered_hashes()}
+        assert remembered
+        assert told == (remembered, remembered)
 
 
 def test_nothing_is_noted_for_nobody() -> None:

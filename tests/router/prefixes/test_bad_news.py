@@ -58,7 +58,12 @@ class World:
     def __init__(self) -> None:
         self.known = KnownPrefixes()
         self.pools = {name: ToyPool() for name in ("p0", "d0")}
-        self.cores = {name: PrefixNews(cast(Any, x), dict) for name, x in self.pools.items()}
+        self.disks = {name: ToyPool() for name in self.pools}
+        """What is on disk only."""
+        self.cores = {
+            name: PrefixNews(cast(Any, pool), dict, cast(Any, self.disks[name]))
+            for name, pool in self.pools.items()
+        }
         self.asked: list[str] = list(self.cores)
         self.line = BadNews()
         self.line.attach(cast(Any, self))
@@ -80,9 +85,10 @@ class World:
             assert whole is not None
             self.line.take(cast(Any, Link(name)), whole)
 
-    def known_of(self, name: str) -> list[bytes]:
-        blocks = [keys_of([block]) for block in BLOCKS]
-        found = (self.known.num_cached(name, key) for key in blocks)
+    def known_of(self, name: str, *, stored: bool = False) -> list[bytes]:
+        index, place = self.known.index, self.known.place(name)
+        holders = index.only_stored if stored else index.held
+        found = (holders.runs(keys_of([block]))[0][1] >> place & 1 for block in BLOCKS)
         return [block for block, held in zip(BLOCKS, found, strict=True) if held]
 
 
@@ -95,7 +101,8 @@ def test_a_router_learns_the_truth_from_cores_that_have_nothing_new_to_tell(seed
     world.line.begin(SOME, choices)
     for _ in range(60):
         world.now += choices.choice([0.01, REPEAT_S])
-        world.pools[choices.choice(["p0", "d0"])].turn(choices.choice(BLOCKS))
+        pools = choices.choice([world.pools, world.disks])
+        pools[choices.choice(["p0", "d0"])].turn(choices.choice(BLOCKS))
         world.tell()
     world.line.end()
     gaps = []
@@ -105,6 +112,7 @@ def test_a_router_learns_the_truth_from_cores_that_have_nothing_new_to_tell(seed
         gaps.append(world.known.num_gaps)
     for name, pool in world.pools.items():
         assert world.known_of(name) == sorted(pool.held)
+        assert world.known_of(name, stored=True) == sorted(world.disks[name].held)
     assert world.known.index.held.num_blocks == len(
         set.union(*(x.held for x in world.pools.values()))
     )
@@ -162,6 +170,15 @@ def test_an_adapter_that_an_engine_at_rest_loads_is_known() -> None:
     known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True))
     assert known.take("p0", PrefixChanges(4, adapters={"sql": "digest"}))
     assert known.adapters("p0") == {"sql": "digest"}
+
+
+def test_an_engine_that_says_to_have_more_on_disk_than_it_can_is_not_believed() -> None:
+    known = KnownPrefixes()
+    known.take("p0", PrefixChanges(0, BLOCKS[0], whole=True, to_disk=BLOCKS[0]), 2)
+    assert known.index.only_stored.num_blocks == 1
+    known.take("p0", PrefixChanges(1, to_disk=b"".join(BLOCKS[1:3])), 2)
+    assert known.index.only_stored.num_blocks == known.index.held.num_blocks == 0
+    assert not known.has_told("p0")
 
 
 def test_what_an_engine_will_have_is_no_prefix_to_fetch() -> None:

@@ -82,6 +82,8 @@ news = st.lists(
     st.one_of(
         st.tuples(st.just("hold"), st.integers(0, NUM_ENGINES - 1), hash_lists),
         st.tuples(st.just("drop"), st.integers(0, NUM_ENGINES - 1), hash_lists),
+        st.tuples(st.just("store"), st.integers(0, NUM_ENGINES - 1), hash_lists),
+        st.tuples(st.just("read"), st.integers(0, NUM_ENGINES - 1), hash_lists),
         st.tuples(st.just("send"), st.integers(1, 2**NUM_ENGINES - 1), st.sampled_from(PROMPTS)),
         st.tuples(st.just("forget"), st.integers(0, NUM_ENGINES - 1), st.just([])),
         st.tuples(st.just("age"), st.just(0), st.just([])),
@@ -95,9 +97,10 @@ news = st.lists(
 def test_what_is_held_and_what_was_sent_are_one_prefix(
     told: list[tuple[str, int, list[int]]], chain: list[int]
 ) -> None:
-    """Held blocks may have gaps, which those that were sent fill."""
+    """Held blocks may have gaps, which those that were sent fill. Those that are on disk only are
+    one prefix with the others, and are not in memory."""
     index = PrefixIndex()
-    held, new, old = (defaultdict[int, set[int]](set) for _ in range(3))
+    held, stored, new, old = (defaultdict[int, set[int]](set) for _ in range(4))
     for what, engine, values in told:
         if what == "hold":
             index.held.add(engine, keys(values))
@@ -107,22 +110,34 @@ def test_what_is_held_and_what_was_sent_are_one_prefix(
             index.held.remove(engine, keys(values))
             for value in values:
                 held[value].discard(engine)
+        elif what == "store":
+            index.only_stored.add(engine, keys(values))
+            for value in values:
+                stored[value].add(engine)
+        elif what == "read":
+            index.only_stored.remove(engine, keys(values))
+            for value in values:
+                stored[value].discard(engine)
         elif what == "send":
             index.expect(engine, keys(values))
             for value in values:
                 new[value] |= {number for number in range(NUM_ENGINES) if engine >> number & 1}
         elif what == "forget":
             index.forget_engine(engine)
-            for layer in (held, new, old):
+            for layer in (held, stored, new, old):
                 for engines in layer.values():
                     engines.discard(engine)
         else:
             index.age()
             new, old = defaultdict(set), new
     match = index.match(keys(chain))
-    any_layer = {value: held[value] | new[value] | old[value] for value in chain}
-    assert lengths(match.soon, NUM_ENGINES).tolist() == longest(any_layer, chain)
-    assert lengths(match.now, NUM_ENGINES).tolist() == longest(held, chain)
+    sent = {value: new[value] | old[value] for value in chain}
+    memory = {value: held[value] - stored[value] for value in chain}
+    soon = {value: memory[value] | sent[value] for value in chain}
+    anywhere = {value: held[value] | sent[value] for value in chain}
+    assert lengths(match.now, NUM_ENGINES).tolist() == longest(memory, chain)
+    assert lengths(match.soon, NUM_ENGINES).tolist() == longest(soon, chain)
+    assert lengths(match.stored, NUM_ENGINES).tolist() == longest(anywhere, chain)
 
 
 def test_what_was_sent_counts_until_it_is_old() -> None:

@@ -220,6 +220,19 @@ def test_who_computes_the_prompt_is_told_who_remembers_it(holder: str) -> None:
     assert announced.prefix_source is None
 
 
+@pytest.mark.parametrize("leaves_disk", [True, False])
+def test_who_computes_the_prompt_is_told_whether_to_read_its_disk(leaves_disk: bool) -> None:
+    world = World("p0", "d0", "p1")
+    fetching(world, leaves_disk=leaves_disk)
+    world.submit("r")
+    [request] = world.fleet.engines["p0"].open.values()
+    assert request.leaves_disk == leaves_disk
+    fetching(world, leaves_disk=False)
+    world.lose("p0")
+    [request] = world.fleet.engines["p1"].open.values()
+    assert not request.leaves_disk, "that was of the engine that was lost"
+
+
 def test_a_decode_engine_that_does_everything_may_fetch_too() -> None:
     world = World("d0", "d1")
     world.fleet.engines["d1"].withdrawn = True

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from diptych_router.choosing.policy import FETCH, Duty, PoolView, RequestView, Terms
+from diptych_router.choosing.policy import FETCH, READ, Duty, PoolView, RequestView, Terms
 from diptych_router.engines.engine_table import Floats
 
 EQUAL_WITHIN: Final[Mapping[Duty, float]] = MappingProxyType(
@@ -65,14 +65,22 @@ def _prompt(engines: PoolView) -> dict[str, Floats]:
     load = engines.table.prompt_load(engines.now)
     others = load / (1.0 - load)
     to_compute = engines.lacking
-    fetch = None
+    fetch = read = None
+    gain: Floats | float = 0.0
+    if engines.stored is not None:
+        trip = column["read_s"] + engines.stored * column["read_token_s"]
+        gain = np.maximum(engines.stored * token_s * (1.0 + others) - trip, 0.0)
+        read = trip * (gain > 0)
+        to_compute = to_compute - engines.stored * (gain > 0)
     if engines.elsewhere is not engines.cached:
         missing = engines.elsewhere - engines.cached
         trip = column["trip_s"] + missing * column["trip_token_s"]
-        pays = trip < missing * token_s * (1.0 + others)
+        pays = missing * token_s * (1.0 + others) - trip > gain
         if pays.any():
             fetch = trip * pays
-            to_compute = to_compute - missing * pays
+            to_compute = np.where(pays, engines.lacking - missing, to_compute)
+            if read is not None:
+                read[pays] = 0.0
     compute = np.maximum(to_compute, 1.0) * token_s
     wait, delay = engines.table.waits(engines.now), compute * others
     compute += column["step_s"]
@@ -82,6 +90,8 @@ def _prompt(engines: PoolView) -> dict[str, Floats]:
     terms = {"wait_s": wait, "compute_s": compute, "delay_s": delay}
     if fetch is not None:
         terms[FETCH] = fetch
+    if read is not None:
+        terms[READ] = read
     return terms
 
 

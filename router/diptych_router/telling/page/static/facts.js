@@ -11,6 +11,7 @@ import { inTime, timelineOf } from "./ribbon.js";
  * @property {number} cost
  * @property {Record<string, number>} terms
  * @property {number} cached_tokens
+ * @property {number} stored_tokens
  *
  * @typedef {object} Attempt
  * @property {string} reason
@@ -133,8 +134,9 @@ function candidatesOf({ duty, num_able: able, candidates }) {
   const terms = [...new Set(candidates.flatMap((candidate) => Object.keys(candidate.terms)))];
   const head = ["engine", "cached tokens", ...terms.map(headingOf), "total"];
   const rows = candidates.map((candidate) => {
+    const stored = candidate.stored_tokens;
     const cells = [
-      String(candidate.cached_tokens),
+      `${candidate.cached_tokens}${stored ? ` + ${stored} on disk` : ""}`,
       ...terms.map((term) => amountOf(term, candidate.terms[term])),
       amountOf(terms[0] ?? "", candidate.cost),
     ];
