@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from diptych_operator.api.pools import Counts
 from diptych_operator.api.service import Canary
 from diptych_operator.plan.state import RolloutView, at_least, less, most
-from diptych_operator.plan.trial import Trial, all_follow, lacks_requests
+from diptych_operator.plan.trial import Trial, all_follow, lacks_requests, place
 
 
 def pods(counts: Counts) -> str:
@@ -120,12 +120,11 @@ def fencing(view: RolloutView, serving: Iterable[str]) -> str:
 
 
 def on_trial(view: RolloutView, canary: Canary, trial: Trial) -> str:
-    number, seen = len(canary.steps), view.evidence
-    place = f"step {trial.step + 1} of {number}"
-    said = f"{trial.revision} gets {trial.weight} % of new requests ({place})"
+    number, seen, now = len(canary.steps), view.evidence, place(canary, trial)
+    said = f"{trial.revision} gets {trial.weight} % of new requests (step {now + 1} of {number})"
     if not (trial.since and all_follow(trial, seen)):
         return f"{said}, waiting for every router to follow"
-    step = canary.steps[trial.step]
+    step = canary.steps[now]
     if missing := lacks_requests(canary, trial, seen):
         return f"{said}, waiting for {missing} more requests to judge it by"
     return f"{said}, for {step.pause_seconds} s from {trial.since} on"

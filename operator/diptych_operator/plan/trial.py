@@ -87,16 +87,17 @@ def advance(canary: Canary, trial: Trial, evidence: Evidence, problem: str) -> T
     why = problem or next(iter(evidence.untrusted), "") or _failure(canary.analysis, seen)
     if why:
         return Trial(trial.revision, trial.step, failed=why)
-    step = canary.steps[trial.step]
+    now = place(canary, trial)
+    step = canary.steps[now]
     if trial.weight != step.weight:
-        return Trial(trial.revision, trial.step, step.weight)  # it begins, or the spec has changed
+        return Trial(trial.revision, now, step.weight)  # it begins, or the spec has changed
     if not all_follow(trial, evidence):  # also later: what one does not tell may be the worst
         return trial
     if not trial.since:
         return msgspec.structs.replace(trial, since=evidence.now)
     if evidence.held_s < step.pause_seconds or lacks_requests(canary, trial, evidence):
         return trial
-    passed = trial.step + 1
+    passed = now + 1
     more = canary.steps[passed].weight if passed < len(canary.steps) else ALL_REQUESTS
     return Trial(trial.revision, passed, more)
 
@@ -106,8 +107,15 @@ def all_follow(trial: Trial, evidence: Evidence) -> bool:
     return bool(evidence.reports) and all(_is_of(trial, each) for each in evidence.reports)
 
 
+def place(canary: Canary, trial: Trial) -> int:
+    """The index of its step: the last one, if the spec has fewer than it had."""
+    return min(trial.step, len(canary.steps) - 1)
+
+
 def has_passed(canary: Canary, trial: Trial) -> bool:
-    return not trial.failed and trial.step >= len(canary.steps)
+    """Whether it went through the last step: fewer steps than it has passed prove nothing."""
+    over = trial.step >= len(canary.steps) and trial.weight == ALL_REQUESTS
+    return over and not trial.failed
 
 
 def lacks_requests(canary: Canary, trial: Trial, evidence: Evidence) -> int:
@@ -122,7 +130,7 @@ def is_unjudged(canary: Canary, trial: Trial, evidence: Evidence) -> bool:
     """Whether its step only waits for requests, which may never come."""
     if trial.failed or has_passed(canary, trial) or not trial.since:
         return False
-    over = evidence.held_s >= canary.steps[trial.step].pause_seconds
+    over = evidence.held_s >= canary.steps[place(canary, trial)].pause_seconds
     return over and lacks_requests(canary, trial, evidence) > 0
 
 

@@ -17,7 +17,13 @@ from diptych_operator.plan.trial import advance
 from diptych_protocol.admin import TrialReport
 
 STEPS = (10, 50)
-CANARY = Canary(steps=[CanaryStep(weight=weight, pause_seconds=60) for weight in STEPS])
+
+
+def canary_of(*weights: int) -> Canary:
+    return Canary(steps=[CanaryStep(weight=weight, pause_seconds=60) for weight in weights])
+
+
+CANARY = canary_of(*STEPS)
 SIZE = Counts(2, 2)
 NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T12:05:00Z"
 GOOD = {"requests": 100, "ended": 100, "handed_over": 100}
@@ -212,6 +218,21 @@ def test_a_canary_that_failed_is_tried_again_when_the_spec_changes() -> None:
     for _ in range(12):
         step = fleet.step(GOOD)
     assert (step.phase, set(fleet.states)) == (Phase.Idle, {"b"})
+
+
+@pytest.mark.parametrize("left", [(5,), (50,), (20, 30)])
+def test_fewer_steps_than_it_has_passed_are_no_proof(left: tuple[int, ...]) -> None:
+    """It goes on with the last one that is left, and is judged by what it shows there."""
+    fleet = Fleet()
+    fleet.rollout = Rollout(type="Canary", canary=canary_of(1, 2, 50, 80))
+    while fleet.weights() != [50, 50]:
+        fleet.step(GOOD)
+    fleet.rollout = Rollout(type="Canary", canary=canary_of(*left))
+    step = fleet.step({})
+    assert step.serving == ("a", "b")
+    assert f"b gets {left[-1]} % of new requests (step {len(left)} of {len(left)})" in step.message
+    fleet.step({})
+    assert fleet.step({"requests": 9, "failed": 9}).phase is Phase.Failed
 
 
 def test_the_way_back_needs_no_trial() -> None:
