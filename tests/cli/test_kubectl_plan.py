@@ -26,7 +26,7 @@ async def made() -> Store:
     return store
 
 
-def planned(store: Store, images: Images, **spec: Object) -> ServicePlan:
+def planned(store: Store, images: Images, **spec: Object | bool) -> ServicePlan:
     raw = store.service(KEY)
     return plan_service(raw | {"spec": raw["spec"] | spec}, store.children(KEY), images, Cluster())
 
@@ -82,8 +82,17 @@ async def test_what_needs_no_new_pods_says_so() -> None:
 
 async def test_a_service_that_is_not_there_yet_is_made_anew() -> None:
     found = planned(Store(), Images())
-    assert found.replaces_pods
+    assert not found.replaces_pods, "there are none"
     assert "Deployment svc-router: made anew" in found.text
+
+
+async def test_a_service_that_is_suspended_has_no_pods_to_be_replaced() -> None:
+    store = await made()
+    store.spec = {"suspend": True}
+    await one_pass(store)
+    found = planned(store, Images(engine="engine:new"), suspend=True)
+    assert found.pending
+    assert "ns/svc: no pod is replaced" in found.text
 
 
 async def test_a_spec_that_cannot_be_rendered_says_why() -> None:

@@ -21,7 +21,7 @@ from diptych_operator.api.parse import parse_object
 from diptych_operator.kube import cluster as capabilities
 from diptych_operator.kube.client import differences
 from diptych_operator.kube.cluster import SET_KIND
-from diptych_operator.kube.workloads import WORKLOADS, deployments_among
+from diptych_operator.kube.workloads import WORKLOADS, deployments_among, sizes
 from diptych_operator.render import fixed_counts, render_revision, render_shared
 from diptych_operator.revision import key_set, revision
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, label
@@ -119,7 +119,7 @@ def plan_service(
         changes = tuple(_changes(raw, children, images, cluster))
     except SpecError as exc:
         return ServicePlan(meta["namespace"], meta["name"], problem=str(exc))
-    replaces = any(
+    replaces = any(any(sizes(child).values()) for child in children) and any(
         change.kind in WORKLOADS and (not change.path or _TEMPLATE.search(change.path))
         for change in changes
     )
