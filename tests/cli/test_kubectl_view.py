@@ -42,7 +42,7 @@ def raw(generation: int = 7, observed: int = 7, **conditions: tuple[str, str, st
                 "verifiedRevision": "aaaaaaaa", "verifiedAt": SINCE, "verifiedEngines": 3,
                 "blocks": 16, "bytes": 1_200_000, "milliseconds": 4, "transport": "tcp",
             },
-            "prefetched": "3/5",
+            "prefetched": "5/5",
             "rollout": {"phase": "Progressing", "message": "one by one"},
             "conditions": [
                 {"type": kind, "status": status, "reason": reason, "message": message,
@@ -105,7 +105,7 @@ def test_the_details_say_everything() -> None:
         "http://svc-router.ns.svc:8000/v1",
         "aaaaaaaa -> bbbbbbbb",
         "Progressing: one by one",
-        "3/5 nodes",
+        "5/5 nodes",
         "16 blocks, 1.2 MB in 4.0 ms over tcp, 3 engines verified at 2026-11-21T07:00:00Z",
         "decode   2/2    2        3",
         "(model: [x] does not exist)",
@@ -234,6 +234,40 @@ def test_a_canary_that_failed_gets_no_other_remedy_than_its_own() -> None:
         item["status"]["rollout"]["canary"] = {"revision": "bbbbbbbb", **failed}
         (told,) = why.explain(view.service_view(item)).causes
         assert told.remedy == remedy
+
+
+ENDED = {"exitCode": 1, "reason": "Error", "message": "no such repository"}
+
+
+def test_what_keeps_a_node_without_model_and_images_is_told_though_the_service_is_well() -> None:
+    item = raw()
+    item["status"]["prefetched"] = "3/5"
+    pod = {
+        "metadata": {
+            "name": "svc-decode-prefetch-1",
+            "labels": {"app.kubernetes.io/component": "decode-prefetch"},
+        },
+        "status": {
+            "phase": "Pending",
+            "initContainerStatuses": [
+                {
+                    "name": "model", "image": "x", "state": {"waiting": {}},
+                    "lastState": {"terminated": ENDED},
+                }
+            ],
+        },
+    }  # fmt: skip
+    warning = event("svc-decode-prefetch", "FailedCreate", "exceeded quota", kind="DaemonSet")
+    seen = view.service_view(item)
+    found = why.explain(seen, [warning], [pod])
+    (cause,) = (each for each in found.causes if each.what == "Prefetched on 3/5 nodes")
+    assert found.healthy
+    assert "decode pod svc-decode-prefetch-1: cannot fetch the model (no such" in cause.message
+    (cause,) = (each for each in why.explain(seen, [warning]).causes if "3/5" in each.what)
+    assert "has made no pod for it" in cause.message
+    assert "exceeded quota" in found.events[0]
+    item["status"]["prefetched"] = "5/5"
+    assert not why.explain(view.service_view(item), [warning], [pod]).causes
 
 
 def event(name: str, reason: str, message: str, at: str = SINCE, kind: str = "Pod") -> Any:

@@ -101,6 +101,19 @@ class Cluster:
         """Return the pods of a service."""
         return self._list(self._core("pods"), {"labelSelector": f"{_SERVICE_LABEL}={name}"})
 
+    def fetching(self, name: str) -> list[Raw]:
+        """Return the pods that fetch ahead for a service. They have none of its own labels."""
+        from diptych_operator.api.names import (
+            COMPONENT_LABEL,
+            INSTANCE_LABEL,
+            POOLS,
+            PREFETCH_SUFFIX,
+        )
+
+        components = ",".join(f"{role}{PREFETCH_SUFFIX}" for role in POOLS)
+        chosen = f"{INSTANCE_LABEL}={name},{COMPONENT_LABEL} in ({components})"
+        return self._list(self._core("pods"), {"labelSelector": chosen})
+
     def children(self, raw: Raw, able: Capabilities) -> list[Raw]:
         """Return what an operator made of a service, but for Secrets and PoolScalers."""
         from diptych_operator.kube.client import PLURALS

@@ -142,7 +142,9 @@ def why(name: str, request_id: str | None, requests: bool, access: Access, as_js
         explain_requests(partial(ask_routers, cluster, name), request_id, as_json=as_json)
         return
     view = service_view(cluster.service(name))
-    found = explain(view, _warnings(cluster))
+    found = explain(
+        view, _warnings(cluster), cluster.fetching(name) if view.status.prefetched else ()
+    )
     if as_json:
         print_json(found)
     else:

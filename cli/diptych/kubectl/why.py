@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diptych.kubectl.cluster import Raw
 from diptych.kubectl.view import ServiceView, unreported
+from diptych_operator.api.names import COMPONENT_LABEL, POOLS, PREFETCH_SUFFIX
 from diptych_operator.api.status import Condition
+from diptych_operator.status.diagnose import diagnose
+from diptych_operator.status.observed import Observed, PodView, pod_view
 from diptych_operator.status.reasons import Reason
 
 NEWEST_EVENTS = 5
@@ -32,9 +35,11 @@ class Cause:
     remedy: str = ""
 
 
-def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> ServiceExplanation:
+def explain(
+    view: ServiceView, warnings: Sequence[Raw] = (), fetching: Sequence[Raw] = ()
+) -> ServiceExplanation:
     """Explain a service. `warnings`: Warning events of the namespace; those of other objects are
-    ignored."""
+    ignored. `fetching`: the pods that fetch ahead for it."""
     name = f"{view.namespace}/{view.name}"
     if not view.reported:
         cause = Cause("The status is not up to date", unreported(view))
@@ -42,15 +47,17 @@ def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> ServiceExplanati
         if view.kept_by is not None:
             headline = f"{name} is being deleted."
         return ServiceExplanation(False, headline, (cause,), tuple(_newest(view.name, warnings)))
-    causes = tuple(_causes(view))
+    ahead = tuple(_ahead(view, fetching))
+    causes = (*_causes(view), *ahead)
+    events = tuple(_newest(view.name, warnings))
     available, progressing = view.condition("Available"), view.condition("Progressing")
     serves = available.status == "True"
     degraded = view.condition("Degraded").status == "True"
     if serves and not (degraded or progressing.reason == Reason.ROLLOUT_FAILED):
         headline = f"{name} is available. {available.message}".rstrip()
-        return ServiceExplanation(True, headline, causes)
+        return ServiceExplanation(True, headline, causes, events if ahead else ())
     headline = f"{name} {'answers requests, but wants attention' if serves else _down(view)}."
-    return ServiceExplanation(False, headline, causes, tuple(_newest(view.name, warnings)))
+    return ServiceExplanation(False, headline, causes, events)
 
 
 def _down(view: ServiceView) -> str:
@@ -91,6 +98,24 @@ def _causes(view: ServiceView) -> Iterable[Cause]:
         yield _cause(condition, view)
     if progressing.status == "True" or progressing.reason == Reason.ROLLOUT_FAILED:
         yield _cause(progressing, view)
+
+
+def _ahead(view: ServiceView, pods: Sequence[Raw]) -> Iterable[Cause]:
+    """What keeps model and images from nodes that are to have them before an engine comes."""
+    there, _, wanted = view.status.prefetched.partition("/")
+    if there == wanted:
+        return
+    what = f"Prefetched on {view.status.prefetched} nodes"
+    seen = Observed(pods=tuple(map(_fetching, pods)))
+    told = [finding.message for role in POOLS for finding in diagnose(seen, role)]
+    said = "Nothing has failed" if pods else "Kubernetes has made no pod for it"
+    yield from (Cause(what, message) for message in told or [f"{said}; the warnings tell more."])
+
+
+def _fetching(raw: Raw) -> PodView:
+    """It has no role, or it would be taken for an engine: its component is made of it."""
+    component = str((raw["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
+    return replace(pod_view(raw), role=component.removesuffix(PREFETCH_SUFFIX))
 
 
 def _cause(condition: Condition, view: ServiceView) -> Cause:

@@ -16,6 +16,7 @@ from diptych_operator.api.names import (
     ENGINE_ANNOTATION,
     ENGINE_FILE,
     INSTANCE_LABEL,
+    PREFETCH_SUFFIX,
     REVISION_LABEL,
     ROLE_LABEL,
     SERVICE_LABEL,
@@ -79,7 +80,7 @@ def _start(pod: Object) -> str:
 
 def _daemon_set(service: InferenceService, role: PoolName, objects: Sequence[Object]) -> Object:
     *configs, deployment = objects
-    about = metadata(service, f"{role}-prefetch", f"{role}-prefetch")
+    about = metadata(service, f"{role}{PREFETCH_SUFFIX}", f"{role}{PREFETCH_SUFFIX}")
     selected = {name: about["labels"][name] for name in (INSTANCE_LABEL, COMPONENT_LABEL)}
     meta, engine = (deployment["spec"]["template"][part] for part in ("metadata", "spec"))
     pod = _pod(engine)
