@@ -15,7 +15,7 @@ from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.names import HTTP_PORT, ROUTE_SUFFIX, object_name
 from diptych_operator.api.parse import parse_route
 from diptych_operator.api.route import ModelRoute, RouteStatus
-from diptych_operator.api.status import Condition, ConditionStatus
+from diptych_operator.api.status import MAX_MESSAGE, Condition, ConditionStatus
 from diptych_operator.kube.children import ChildId, Children, NotOursError, child_id
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
@@ -160,7 +160,8 @@ class Routes:
         before: Raw = next(iter(old.get("conditions") or ()), {})
         same = before.get("status") == state
         since = before["lastTransitionTime"] if same else f"{self._kube.now:%Y-%m-%dT%H:%M:%SZ}"
-        condition = Condition("Ready", state, reason, message, since, meta["generation"])
+        words = shorten(message, MAX_MESSAGE)
+        condition = Condition("Ready", state, reason, words, since, meta["generation"])
         scheme = "https" if raw["spec"].get("tls") else "http"
         status = RouteStatus(
             observed_generation=meta["generation"],

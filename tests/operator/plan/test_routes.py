@@ -115,6 +115,17 @@ async def test_an_operator_makes_no_pods_of_a_route_beyond_the_limits_and_says_s
     assert "spec.podTemplate.spec.hostPID: True is not allowed" in condition["message"]
 
 
+async def test_what_is_told_of_a_route_is_never_too_long_to_be_stored() -> None:
+    """The API server takes 32,768 characters."""
+    path = "/" + "x" * 40_000
+    volumes = [{"name": "v", "hostPath": {"path": path}}]
+    store = Watched({}, podTemplate={"spec": {"volumes": volumes}})
+    await passes(store, allowed=Allowed())
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert condition["message"].startswith("spec.podTemplate.spec.volumes[0].hostPath.path: ")
+    assert len(condition["message"]) <= 1024
+
+
 async def test_a_route_is_ready_when_its_pods_are() -> None:
     store = Watched({"a": {}, "b": {}})
     await passes(store)
