@@ -51,7 +51,7 @@ def _awaited(view: RolloutView, planned: Counts) -> str:
 
 
 def _turned_away(view: RolloutView) -> str:
-    waits = f"no node has room for {_pods(view, view.target.revision, view.target.turned_away)}"
+    waits = f"there is no room for {_pods(view, view.target.revision, view.target.turned_away)}"
     if not view.living:
         return waits
     if view.rollout.when_full == "Wait":
@@ -70,7 +70,7 @@ def _remedy(view: RolloutView) -> str:
         rest = "maxSurge to 0 and maxUnavailable to 1"
         if min(view.desired.prefill, view.desired.decode) > 1:  # a pool's only pod stays
             rest = f"to ReplaceInPlace, or {rest}"
-    return f"add nodes, or set spec.rollout.whenFull to Wait, or {rest}"
+    return f"add nodes (or quota), or set spec.rollout.whenFull to Wait, or {rest}"
 
 
 def _on_their_way_out(view: RolloutView, replicas: Mapping[str, Counts]) -> list[str]:
@@ -98,7 +98,7 @@ def falling_back(view: RolloutView, keeper: str, replicas: Mapping[str, Counts])
     if view.verdict:
         why = f"{target} failed as a canary: {view.verdict}"
     elif view.full:
-        why = f"no node had room for all pods of {target}"
+        why = f"there was no room for all pods of {target}"
         remedy = f"{_remedy(view)}; any change of the spec tries again"
     return f"{why}; {keeper} keeps serving{look}; {remedy}"
 

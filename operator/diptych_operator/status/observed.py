@@ -18,7 +18,7 @@ from diptych_operator.status.references import Reference, key_secrets, reference
 from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
 
 TURNED_AWAY_S: Final = 30
-"""So long the scheduler may look for a node before a pod counts as one that finds none."""
+"""So long the scheduler may look for a node, or a quota refuse a pod, before there is no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class DeploymentView:
     """Whether the controller has seen the newest template, and all wanted pods are made from it."""
     failure: str = ""
     """Message of a ReplicaFailure condition: pods that cannot even be created."""
+    refused_at: str = ""
+    """When a quota of the namespace first had no room for one; empty if it has."""
     in_place: bool = False
     """Whether its old pods make room for new ones."""
 
@@ -155,10 +157,19 @@ class Observed:
         return less(self.wanted(revision), most(placed, ready))
 
     def turned_away(self, revision: str, now: str) -> Counts:
-        """Return the pods that have found no node for `TURNED_AWAY_S`; `now`: an RFC 3339 time."""
-        return self._staying(
-            revision, lambda pod: seconds_between(pod.turned_away_at, now) >= TURNED_AWAY_S
-        )
+        """Return the pods that have found no node for `TURNED_AWAY_S`, or no room in a quota, where
+        they do not even exist; `now`: an RFC 3339 time."""
+
+        def long_since(time: str) -> bool:
+            return seconds_between(time, now) >= TURNED_AWAY_S
+
+        here = self._staying(revision, lambda pod: True)
+
+        def refused(view: DeploymentView) -> int:
+            return max(1, view.wanted - here.of(view.role)) if long_since(view.refused_at) else 0
+
+        waiting = self._staying(revision, lambda pod: long_since(pod.turned_away_at))
+        return waiting + self._counts(revision, refused)
 
     def cramped(self, revision: str, now: str) -> frozenset[str]:
         """Return the pools where a changed template waits for nodes, until all pods have it. The
@@ -229,11 +240,12 @@ def deployment_view(raw: Raw) -> DeploymentView:
     wanted = spec.get("replicas", 1)
     updated = status.get("updatedReplicas", 0)
     observed = status.get("observedGeneration", 0) >= meta.get("generation", 0)
-    failure = next(
-        (c.get("message", "") for c in status.get("conditions") or []
+    refusal: Raw = next(
+        (c for c in status.get("conditions") or []
          if c.get("type") == "ReplicaFailure" and c.get("status") == "True"),
-        "",
+        {},
     )  # fmt: skip
+    failure = refusal.get("message", "")
     labels = meta.get("labels") or {}
     return DeploymentView(
         name=meta["name"],
@@ -245,6 +257,7 @@ def deployment_view(raw: Raw) -> DeploymentView:
         updated=updated,
         settled=observed and updated == wanted and status.get("replicas", 0) == wanted,
         failure=failure,
+        refused_at=refusal.get("lastTransitionTime", "") if "exceeded quota" in failure else "",
         in_place=not ((spec.get("strategy") or {}).get("rollingUpdate") or {}).get("maxSurge", 1),
     )
 

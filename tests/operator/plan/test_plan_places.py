@@ -230,7 +230,7 @@ def test_with_others_about_it_ends_once_they_leave_or_says_what_it_lacks(
         world.others_come_and_go()
         if any(_counted(world.state("new").turned_away)) and world.counts("old"):
             step = world.round()
-            assert "no node has room" in step.message or step.phase is Phase.Idle
+            assert "there is no room" in step.message or step.phase is Phase.Idle
             assert "spec.rollout." in step.message
         for role in POOLS:
             if min(_counted(size)) > 1 or not limit[1]:
@@ -292,7 +292,7 @@ def test_where_a_pool_has_one_pod_it_is_not_replaced_in_place_and_the_message_sa
     world = cluster(Counts(1, 2), (1, 0), Random(1), NOTHING, shared=True)
     *_, last = (world.round() for _ in range(50))
     assert last.replicas == {"old": Counts(1, 2), "new": Counts(1, 1)}
-    assert "no node has room for 1 prefill and 1 decode pods" in last.message
+    assert "there is no room for 1 prefill and 1 decode pods" in last.message
     assert "set spec.rollout.whenFull to Wait, or maxUnavailable to 1" in last.message
     world.failed = world.full = True
     failed = world.round()

@@ -308,6 +308,25 @@ def test_a_pod_counts_as_turned_away_once_the_scheduler_has_looked_long_enough()
 
 
 @pytest.mark.parametrize(
+    ("since", "away"), [("2026-11-21T07:00:00Z", Counts(0, 2)), ("2026-11-21T07:00:01Z", NOTHING)]
+)
+def test_pods_that_a_full_quota_refuses_are_turned_away_though_they_do_not_exist(
+    since: str, away: Counts
+) -> None:
+    prefill, decode = engines("r1", A, ready=1, wanted=3)
+    decode["status"]["conditions"] = [
+        {"type": "ReplicaFailure", "status": "True", "lastTransitionTime": since,
+         "message": 'pods "x" is forbidden: exceeded quota: small, requested: pods=1'}
+    ]  # fmt: skip
+    pod = {
+        "metadata": {"name": "d0", "labels": {ROLE_LABEL: "decode", REVISION_LABEL: "r1"}},
+        "status": {"phase": "Running"},
+    }
+    (state,) = snapshot(KeySets(A), [prefill, decode], pods=[pod]).revision_states(NOW)
+    assert (state.turned_away, state.unplaced) == (away, Counts(2, 2))
+
+
+@pytest.mark.parametrize(
     "status", [{"currentRevision": "r1"}, {"transfer": {"verifiedRevision": "r1"}}]
 )
 def test_what_once_worked_is_believed_while_no_router_tells(status: Raw) -> None:

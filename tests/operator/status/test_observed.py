@@ -87,10 +87,21 @@ def test_pods_that_cannot_be_created(status: str) -> None:
     conditions = [
         {"type": "Available", "status": "False", "message": "not this one"},
         {"type": "ReplicaFailure", "status": status, "reason": "FailedCreate",
+         "lastTransitionTime": NOW,
          "message": 'pods "svc-decode-1" is forbidden: exceeded quota: small'},
     ]  # fmt: skip
-    failure = deployment_view(deployment(conditions=conditions)).failure
-    assert failure == (conditions[1]["message"] if status == "True" else "")
+    view = deployment_view(deployment(conditions=conditions))
+    refused = status == "True"
+    assert view.failure == (conditions[1]["message"] if refused else "")
+    assert view.refused_at == (NOW if refused else "")
+
+
+def test_only_a_quota_that_is_full_gets_room_when_others_leave() -> None:
+    condition = {
+        "type": "ReplicaFailure", "status": "True", "lastTransitionTime": NOW,
+        "message": 'pods "svc-decode-1" is forbidden: violates PodSecurity "restricted:latest"',
+    }  # fmt: skip
+    assert deployment_view(deployment(conditions=[condition])).refused_at == ""
 
 
 def test_objects_without_labels_status_or_replicas() -> None:
