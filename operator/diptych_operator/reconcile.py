@@ -86,6 +86,8 @@ BUSY_INTERVAL_S = 2.0
 AUTOSCALE_INTERVAL_S = 5.0
 REST_INTERVAL_S = 120.0
 """At rest, only routers are polled, to learn whether the hand-off still works."""
+LATE_S = 60.0
+"""So long after it was to end at the latest, a pod that is still there is one that stays."""
 SECRETS_INTERVAL_S = 60.0
 """The same where routers read Secrets of the user's, of whose changes only they tell."""
 
@@ -224,7 +226,7 @@ class Reconciler:
             *snapshot.observed.problems,
             *done.problems,
             *self._not_exposed(snapshot),
-            *_kept_by_others(snapshot.children.values()),
+            *_kept_by_others(snapshot, _rfc3339(self._kube.now)),
         )
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
         images = service.status.images if snapshot.held else None
@@ -239,7 +241,9 @@ class Reconciler:
                 return AUTOSCALE_INTERVAL_S
             until = max(0.0, (opens - self._kube.now).total_seconds())
             rest = until if rest is None else min(rest, until)
-        waits = any(pod.turned_away_at for pod in snapshot.observed.pods)
+        observed = snapshot.observed
+        waits = any(pod.turned_away_at or pod.terminating for pod in observed.pods)
+        waits = waits or any(view.refused_at for view in observed.deployments)
         return min(rest or TURNED_AWAY_S, TURNED_AWAY_S) if waits else rest
 
     async def _in_turn(self, key: ServiceKey, snapshot: ServiceSnapshot) -> ServiceSnapshot:
@@ -478,10 +482,15 @@ _READABLE_SPEC: dict[str, Any] = {"model": {"uri": "dummy://"}, "prefill": {}, "
 """Stands in for one that is not, so that a status can be written for it."""
 
 
-def _kept_by_others(children: Iterable[Raw]) -> Iterator[Problem]:
-    """Objects that are deleted, and stay until somebody takes a finalizer off. None of the same
-    name can be made before."""
-    for raw in children:
+def _kept_by_others(snapshot: ServiceSnapshot, now: str) -> Iterator[Problem]:
+    """Objects that are deleted, and stay until somebody takes a finalizer off or mends a node. None
+    of the same name can be made before, and who waits for the end of pods waits for ever."""
+    late = [
+        pod
+        for pod in snapshot.pods
+        if seconds_between(pod["metadata"].get("deletionTimestamp", ""), now) > LATE_S
+    ]
+    for raw in (*snapshot.children.values(), *late):
         meta = raw["metadata"]
         # Kubernetes' own have no slash, or are those of load balancers, and go by themselves.
         names = [
@@ -494,6 +503,13 @@ def _kept_by_others(children: Iterable[Raw]) -> Iterator[Problem]:
                 "OperatorProblem",
                 f"the {raw['kind']} {meta['name']} is deleted, but kept by the finalizer "
                 f"{', '.join(names)}; let its owner end, or take it off",
+            )
+        elif raw["kind"] == "Pod":
+            yield Problem(
+                "OperatorProblem",
+                f"the Pod {meta['name']} was to end by {meta['deletionTimestamp']}, and its node "
+                f"{raw['spec'].get('nodeName', '')} does not say that it has; bring the node back, "
+                "or delete the node if it is lost",
             )
 
 

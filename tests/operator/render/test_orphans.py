@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster_kit.reconciling import SECRETS, Object, Store, one_pass
+from cluster_kit.reconciling import KEY, SECRETS, Object, Store, one_pass, operating
 
 from diptych_operator.api.names import REVISION_LABEL, SERVICE_LABEL
 from diptych_operator.kube.watch import trimmed
@@ -96,3 +96,29 @@ async def test_what_somebodys_finalizer_keeps_is_named(store: Store) -> None:
         await one_pass(store)
         said = f"the Deployment {made['name']} is deleted, but kept by the finalizer example.org/x"
         assert (said in store.condition("Degraded")["message"]) == kept
+
+
+@pytest.mark.parametrize(
+    ("ends", "finalizers", "words"),
+    [
+        ("2026-01-01T00:00:00Z", [], "its node n1 does not say that it has; bring the node back"),
+        ("2026-01-01T00:00:00Z", ["x.io/f"], "kept by the finalizer x.io/f; let its owner end"),
+        ("2999-01-01T00:00:00Z", ["x.io/f"], ""),
+    ],
+)
+async def test_a_pod_that_stays_after_its_end_is_named_with_the_reason(
+    store: Store, ends: str, finalizers: list[str], words: str
+) -> None:
+    """As on a lost node. Who recreates, suspends or makes a service anew waits for it."""
+    await one_pass(store)
+    store.start_pods()
+    (pod,) = (p for p in store.pods_here if "decode" in p["metadata"]["name"])
+    pod["metadata"] |= {"deletionTimestamp": ends, "finalizers": finalizers}
+    pod["spec"] = {**pod["spec"], "nodeName": "n1"}
+    store.spec = {"suspend": True}
+    async with operating(store) as reconciler:
+        rest = await reconciler.reconcile(KEY)
+    assert rest is not None, "nothing else would tell when it is late"
+    said = store.condition("Degraded")["message"]
+    assert pod["metadata"]["name"] in said if words else said == "Nothing wants attention."
+    assert words in said
