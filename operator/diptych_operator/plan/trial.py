@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Annotated, Final, Self
 
 import msgspec
+from msgspec import Meta
 
 from diptych_operator.api.service import Analysis, Canary
 from diptych_protocol import UNREADABLE
@@ -30,9 +31,9 @@ class Trial(msgspec.Struct, frozen=True):
     """Where the trial of a revision stands: `status.rollout.canary`."""
 
     revision: str
-    step: int = 0
+    step: Annotated[int, Meta(ge=0)] = 0
     """How many steps it has passed."""
-    weight: int = 0
+    weight: Annotated[int, Meta(ge=0, le=ALL_REQUESTS)] = 0
     """Percent of new requests that it gets."""
     since: str = ""
     """When all routers had that weight, as an RFC 3339 time; empty until they have it."""
