@@ -185,7 +185,7 @@ def check_limits(spec: Mapping[str, Any], allowed: Allowed) -> None:
             for where, value in _values(spec, place + limit.path):
                 for each in value if limit.of_keys and isinstance(value, Mapping) else (value,):
                     if not _within(limit, each, lists[limit.listed_in]):
-                        raise SpecError(f"spec.{where}", f"{each!r} {_remedy(limit)}")
+                        raise SpecError(f"spec.{where}", f"{each!r:.200} {_remedy(limit)}")
             for where, holder in _values(spec, place[:-1]) if limit.needed_with else ():
                 given = [list(_values(holder, path)) for path in (limit.needed_with, limit.path)]
                 lacks = given[0] and not given[1]

@@ -123,6 +123,7 @@ async def test_what_is_told_of_a_route_is_never_too_long_to_be_stored() -> None:
     await passes(store, allowed=Allowed())
     (condition,) = store.route(KEY)["status"]["conditions"]
     assert condition["message"].startswith("spec.podTemplate.spec.volumes[0].hostPath.path: ")
+    assert condition["message"].endswith("in the chart's value limits.allow.hostPaths")
     assert len(condition["message"]) <= 1024
 
 
