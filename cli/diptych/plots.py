@@ -59,4 +59,4 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(written, format="svg", metadata={"Date": None})
     head, tag, rest = written.getvalue().partition("<defs>")
     lines = (line.rstrip() for line in f"{head}{_STYLE}\n{tag}{rest}".splitlines())
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

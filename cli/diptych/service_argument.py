@@ -1,8 +1,9 @@
 """How commands are told of a service: `up`, `demo` and `render` by its file or the name of a known
-model, those that talk to an API by its model and key."""
+model, those that talk to an API by its model and key; and of numbers."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def _address(value: str) -> str:
         f"{value!r} is a model, which a file names: copy {own_file('examples/smollm2.yaml')}, "
         f"write `uri: {uri}` in it, and give the copy"
     )
+
+
+class Number(click.FloatRange):
+    """A number of a range, and never NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType.convert`."""
+        if math.isnan(found := super().convert(value, param, ctx)):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return found
 
 
 def api_options(command: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from diptych.service_argument import Number
+
 if TYPE_CHECKING:
     from diptych.engine_load import Load, Sample
 
@@ -16,7 +18,7 @@ TOP_INTERVAL_S: Final = 4.0
 """Metrics are up to two seconds old. Over a shorter interval, tokens per second would jump."""
 interval_option = click.option(
     "--interval",
-    type=click.FloatRange(0.5, 60),
+    type=Number(0.5, 60),
     default=TOP_INTERVAL_S,
     show_default=True,
     help="Seconds over which tokens per second are counted.",

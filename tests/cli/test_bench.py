@@ -117,6 +117,7 @@ def test_an_interrupt_ends_the_run_and_leaves_what_there_is(small_server: str) -
         (["http://127.0.0.1:1", "--seconds", "inf"], 2, "seconds"),
         (["http://127.0.0.1:1", "-c", "0"], 2, "concurrency"),
         (["http://127.0.0.1:1", "--dataset", "/nowhere"], 2, "nowhere"),
+        (["http://127.0.0.1:1", "--save", "/nowhere/a"], 2, "cannot be written"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_one_line(

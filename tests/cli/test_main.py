@@ -81,7 +81,15 @@ def test_a_pod_template_that_does_not_fit_is_named(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("up", "no-such-model"), ("up", "/no/such/file"), ("up", str(EXAMPLE), "--port", "0"), ("x",)],
+    [
+        ("up", "no-such-model"),
+        ("up", "/no/such/file"),
+        ("up", str(EXAMPLE), "--port", "0"),
+        ("x",),
+        ("top", "--interval", "nan"),
+        ("chat", "--temperature", "nan"),
+        ("advise", "--ttft-ms", "nan"),
+    ],
 )
 def test_wrong_usage_ends_with_two(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from diptych.service_argument import Number
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from diptych.request_trace import AskRouters
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-MILLISECONDS = click.FloatRange(1, 600_000)
+MILLISECONDS = Number(1, 600_000)
 
 
 def promise_options(command: Command) -> Command:

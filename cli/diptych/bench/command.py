@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.service_argument import api_options
+from diptych.service_argument import Number, api_options
 from diptych.watching import print_json
 
 if TYPE_CHECKING:
@@ -46,15 +46,6 @@ class _LengthsArgument(click.ParamType[Any]):
             self.fail(str(exc), param, ctx)
 
 
-class _Number(click.FloatRange):
-    """A number of a range, and never NaN."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if math.isnan(found := super().convert(value, param, ctx)):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return found
-
-
 @click.command()
 @click.argument("url", required=False)
 @api_options
@@ -66,7 +57,7 @@ class _Number(click.FloatRange):
 )
 @click.option(
     "--seconds",
-    type=_Number(min=0, min_open=True, max=86_400),
+    type=Number(min=0, min_open=True, max=86_400),
     help="Send no further request after so many seconds.",
 )
 @click.option(
@@ -78,7 +69,7 @@ class _Number(click.FloatRange):
 )
 @click.option(
     "--rate",
-    type=_Number(min=0, min_open=True, max=100_000),
+    type=Number(min=0, min_open=True, max=100_000),
     help="Requests per second on average, at random moments (a Poisson process). "
     "Left out, a request begins when another one ends.",
 )
@@ -110,19 +101,19 @@ class _Number(click.FloatRange):
 )
 @click.option(
     "--ttft-ms",
-    type=_Number(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     help="Goodput counts answers whose first token came in this time.",
 )
 @click.option(
     "--inter-token-ms",
-    type=_Number(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     help="Goodput counts answers whose other tokens took this time each, on average.",
 )
 @click.option(
     "--warm-up", type=click.IntRange(0, 10_000), default=2, show_default=True,
     help="Requests before those that count.",
 )  # fmt: skip
-@click.option("--timeout", type=_Number(min=1, max=86_400), default=600.0,
+@click.option("--timeout", type=Number(min=1, max=86_400), default=600.0,
               show_default=True, help="Seconds that each request may take.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Decides all that is random.")
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw it there, too.")
@@ -157,6 +148,9 @@ def bench(url: str | None, model: str | None, api_key: str | None, **options: An
 
     if options["svg"] and find_spec("matplotlib") is None:
         raise BadInputError(f"--svg needs matplotlib: {this_installation().add_extras('plots')}")
+    for path in filter(None, (options["svg"], options["save"])):
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise BadInputError(f"{path} cannot be written")
     goal = Goal(options["ttft_ms"], options["inter_token_ms"])
     requests = _requests(options)
     service = find_service(url, model, api_key)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from diptych.service_argument import api_options
+from diptych.service_argument import Number, api_options
 
 
 @click.command()
@@ -15,7 +15,7 @@ from diptych.service_argument import api_options
 @api_options
 @click.option("--once", metavar="TEXT", help="Say TEXT, print the answer, and end.")
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=None)
+@click.option("--temperature", type=Number(0, 2), default=None)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
 def chat(
     url: str | None,
