@@ -96,7 +96,7 @@ class UploadForm:
         try:
             form = msgspec.convert(self._fields, FileForm, strict=False)
         except msgspec.ValidationError as exc:
-            raise from_decode_error(exc) from exc
+            raise from_decode_error(exc, FileForm) from exc
         if (form.expires_after_anchor is None) != (form.expires_after_seconds is None):
             raise InvalidRequestError(
                 "expires_after needs both anchor and seconds", param="expires_after"

@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from starlette.exceptions import HTTPException
 
 from diptych_frontend.confined.json_cost import DearJsonError
+from diptych_frontend.openai.field_rules import choices_at
 from diptych_protocol import (
     ClientClosedError,
     EngineDeadError,
@@ -127,9 +128,11 @@ _NAMED_FIELD = re.compile(
 )
 
 
-def from_decode_error(exc: Exception) -> InvalidRequestError:
+def from_decode_error(exc: Exception, kind: Any) -> InvalidRequestError:
     """Return an error that says which field of a request body is wrong, and how, in the API's
-    terms.
+    terms; and what a field may be that has only a few values.
+
+    kind: the type of the body.
 
     `exc` is what msgspec raised: a ValidationError (types), a DecodeError (not JSON at all), a
     UnicodeDecodeError or a RecursionError.
@@ -153,4 +156,6 @@ def from_decode_error(exc: Exception) -> InvalidRequestError:
     if not path:
         return InvalidRequestError(f"the body must be a JSON object: {problem}")
     problem = problem[:1].lower() + problem[1:]
+    if problem.startswith("invalid ") and (choices := choices_at(kind, path)):
+        problem += f"; it may be {', '.join(choices)}"
     return InvalidRequestError(f"{path}: {problem}", param=re.split(r"[.\[]", path, maxsplit=1)[0])

@@ -330,7 +330,7 @@ def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int =
         check_json_cost(body, max_values)
         return decoder.decode(body)
     except UNREADABLE as exc:
-        raise from_decode_error(exc) from exc
+        raise from_decode_error(exc, decoder.type) from exc
     finally:
         if large:
             gc.enable()
@@ -342,7 +342,7 @@ def decode_query(params: Mapping[str, str], kind: type[T], most: int) -> T:
     try:
         query: Any = msgspec.convert(dict(params), kind, strict=False)
     except msgspec.ValidationError as exc:
-        raise from_decode_error(exc) from exc
+        raise from_decode_error(exc, kind) from exc
     if not 1 <= query.limit <= most:
         raise InvalidRequestError(f"limit must be between 1 and {most}", param="limit")
     return cast(T, query)

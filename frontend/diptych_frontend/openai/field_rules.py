@@ -16,7 +16,16 @@ from functools import cache
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec.inspect import Field, ListType, StructType, Type, UnionType, type_info
+from msgspec.inspect import (
+    DictType,
+    Field,
+    ListType,
+    LiteralType,
+    StructType,
+    Type,
+    UnionType,
+    type_info,
+)
 
 from diptych_protocol import InvalidRequestError
 
@@ -27,6 +36,7 @@ CONVERSATIONS: Final = ("messages", "input")
 MAX_LOGGED: Final = 8
 UNKNOWN: Final = "nobody here knows it"
 _UNPRINTED = re.compile(r"[^!-~]")
+_STEPS: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,30 @@ def leave_out(body: Any, kind: type, *, refuses_unknown: bool) -> LeftOut:
     if left_out.of_messages:
         log.debug("fields of messages that are not known: %s", left_out.of_messages[:MAX_LOGGED])
     return left_out
+
+
+def choices_at(kind: type, path: str) -> list[str]:
+    """Return the values that a field of a body may have, by its path; none if any may be right.
+
+    path: as msgspec writes it, such as `messages[0].role`, without the body.
+    """
+    choices: list[str] = []
+    infos: list[Type] = [_info_of(kind)]
+    for step in _STEPS.findall(path):
+        choices = [str(x.tag) for x in infos if isinstance(x, StructType) and x.tag_field == step]
+        infos = [arm for info in infos for found in _within(info, step) for arm in _arms(found)]
+    for info in infos:
+        choices += map(str, info.values) if isinstance(info, LiteralType) else ()
+    return list(dict.fromkeys(choices))
+
+
+def _within(info: Type, step: str) -> list[Type]:
+    """The types of what one step of a path leads to."""
+    if isinstance(info, StructType):
+        return [each.type for each in _fields_of(info.cls).values() if each.encode_name == step]
+    if isinstance(info, ListType | DictType) and step.startswith("["):
+        return [info.item_type if isinstance(info, ListType) else info.value_type]
+    return []
 
 
 def _printed(path: str) -> str:

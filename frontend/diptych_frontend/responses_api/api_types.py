@@ -249,4 +249,4 @@ def as_items(values: list[Any]) -> list[Item]:
                 raise
             return msgspec.convert({"input": values}, _Items).input
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:
-        raise from_decode_error(exc) from exc
+        raise from_decode_error(exc, _Items) from exc
