@@ -126,14 +126,16 @@ class ControlRoutes:
 
 
 def refusable(act: Handler) -> Handler:
-    """Turn the engine's refusal into a conflict, since the call may succeed in another state."""
+    """Turn the engine's refusal into an error of the field that it names; without one into a
+    conflict, since the call may succeed in another state."""
 
     @wraps(act)
     async def handler(request: Request) -> Response:
         try:
             return await act(request)
         except UtilityError as exc:
-            raise InvalidRequestError(str(exc), status=409, code="refused") from exc
+            status, code = (400, None) if exc.param else (409, "refused")
+            raise InvalidRequestError(str(exc), param=exc.param, status=status, code=code) from exc
 
     return handler
 

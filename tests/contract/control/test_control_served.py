@@ -239,6 +239,8 @@ async def test_the_admin_port_pauses_sleeps_and_wakes(admin: httpx.AsyncClient) 
     assert await post("sleep", {"level": 2, "mode": "wait"}) == {**paused, "sleep_level": 2}
     refused = await admin.post("/admin/resume")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "refused")
+    wrong = await admin.post("/admin/wake_up", json={"tags": ["all"]})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tags")
     assert await post("wake_up", {"tags": ["kv_cache"]}) == {**paused, "sleep_level": 2}
     assert await post("wake_up") == awake
     assert (await admin.get("/admin/is_sleeping")).json() == awake

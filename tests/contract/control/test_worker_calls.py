@@ -178,6 +178,8 @@ async def test_contract_C26_a_trainer_elsewhere_does_it_by_http(
     async with http:
         status, text = await post("start_weight_update")
         assert (status, "pause generation first" in text) == (409, True)
+        nowhere = {"init_info": {"master_address": "127.0.0.1", "master_port": 0, "world_size": 2}}
+        assert (await post("init_weight_transfer_engine", nowhere))[0] == 400
         joining = asyncio.create_task(asyncio.to_thread(sender.join))
         assert (await post("init_weight_transfer_engine", sender.address()))[0] == 200
         await joining
