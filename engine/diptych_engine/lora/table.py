@@ -87,8 +87,10 @@ class AdapterTable:
             raise _refusal("this engine takes no adapters (max_loras is 0)")
         if not 0 < request.lora_int_id <= MAX_ID:
             raise _refusal(f"lora_int_id must be in 1..{MAX_ID}, not {request.lora_int_id}")
-        if not 0 < len(request.lora_name) <= MAX_NAME_LENGTH or not request.lora_path:
-            raise _refusal(f"an adapter needs a path and a name of 1..{MAX_NAME_LENGTH} characters")
+        fits = 0 < len(request.lora_name) <= MAX_NAME_LENGTH and request.lora_name.isprintable()
+        if not fits or not request.lora_path:
+            wanted = f"a path and a name of 1..{MAX_NAME_LENGTH} printable characters"
+            raise _refusal(f"an adapter needs {wanted}")
 
     def use(self, shares: Iterable[ScheduledRequest]) -> list[tuple[Request, str]]:
         """Load the adapters of a step, whose requests are running by now, that are not loaded yet.

@@ -82,6 +82,14 @@ def test_contract_C19_a_configuration_that_is_no_good_is_an_error(
     assert core.call("list_loras", []) == []
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "\x1b[2J", "x" * 257])
+def test_contract_C19_a_name_is_one_that_a_line_can_show(
+    engine: MakeCore, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match="printable characters"):
+        engine().call("add_lora", [LoRARequest(name, 1, save_adapter(tmp_path, 1))])
+
+
 def test_contract_C19_tensors_without_a_place_are_an_error(
     engine: MakeCore, tmp_path: Path
 ) -> None:
