@@ -13,6 +13,7 @@ time at the engine:
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -102,7 +103,7 @@ class WeightGroup:
         try:
             self._group = kind(dist.PrefixStore("weights", store), rank, size, options)
         except RuntimeError as exc:
-            raise DiptychError(f"the trainer's group did not come together: {exc}") from exc
+            raise DiptychError(f"the trainer's group did not come together: {_said(exc)}") from exc
         self._store = store  # it ends with its last reference
 
     @classmethod
@@ -121,7 +122,7 @@ class WeightGroup:
             )
         except (OSError, RuntimeError, UnicodeError) as exc:
             raise DiptychError(
-                f"no trainer at {address.master_address}:{address.master_port}: {exc}"
+                f"no trainer at {address.master_address}:{address.master_port}: {_said(exc)}"
             ) from exc
         return cls(store, rank, address.world_size, host, address.timeout_s)
 
@@ -133,7 +134,7 @@ class WeightGroup:
         try:
             self._group.broadcast([tensor], _from_trainer()).wait()
         except RuntimeError as exc:
-            raise DiptychError(f"a tensor did not arrive: {exc}") from exc
+            raise DiptychError(f"a tensor did not arrive: {_said(exc)}") from exc
 
     def leave(self) -> None:
         """End the connections, so that nobody waits for this member."""
@@ -195,6 +196,14 @@ class WeightSender:
             raise DiptychError("join the group first")
         for name, tensor in tensors.items():
             self._group.send(name, tensor)
+
+
+_WHERE: Final = re.compile(r"^\[[^\]]*\] *")
+
+
+def _said(exc: Exception) -> str:
+    """What torch says of a failure, without the lines of its sources."""
+    return _WHERE.sub("", str(exc).partition("\n")[0])
 
 
 def describe(tensors: Mapping[str, Tensor]) -> WeightTransferUpdateRequest:
