@@ -311,7 +311,7 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _wake(self, when: float) -> None:
         if not self._closed:
             # The loop's clock is coarser than the one that records are written by.
-            self._carry_out(self.table.tick(max(when, time.monotonic())))
+            self._carry_out(self.table.tick(max(when, time.monotonic()), self.pools.why_not_ready))
 
     async def _ask_hand_off(self, action: AskHandOff) -> None:
         link = self.pools.get(action.engine)

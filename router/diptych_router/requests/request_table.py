@@ -340,12 +340,14 @@ class RequestTable:
             actions += self._attempts.begin(routed, now)
         return [*self._and_followers(actions, now), *self._move_streams()]
 
-    def tick(self, now: float) -> Sequence[Action]:
-        """Give up requests that have waited for too long."""
+    def tick(self, now: float, why: Callable[[], str] = str) -> Sequence[Action]:
+        """Give up requests that have waited for too long. why: says why no engine takes any."""
         actions: list[Action] = []
         seconds = f"within {self.held.hold_seconds:g} s"
         for routed in self.held.overdue(now):
             reason = f"no turn {seconds}" if routed.crowded else f"no engine {seconds}"
+            if not routed.crowded and (cause := why()):
+                reason += f": {cause}"
             log.warning("request %s: %s", routed.request_id, reason)
             actions += self._attempts.fail(routed, EngineOverloadedError(reason), now)
         return self._and_followers(actions, now)
