@@ -34,6 +34,8 @@ logger = logging.getLogger("diptych.openai")
 
 BODY_TIMEOUT_S = 30.0
 """A request's body must arrive within this time."""
+REST_TIMEOUT_S = 5.0
+"""The time for the rest of one that is too large."""
 LOOKED_THROUGH = 4
 """A body that is too large is still read up to this many times the limit, because it may name
 blocks that wait for it elsewhere."""
@@ -183,6 +185,8 @@ class BodyReader:
                     return False
                 before = body.size
                 body.take(message.get("body", b""))
+                if before <= self._max_bytes < body.size:
+                    exchange.deadline.begin(REST_TIMEOUT_S)
                 self._room.arrived(client, before, body.size)
                 more = message.get("more_body", False)
         finally:

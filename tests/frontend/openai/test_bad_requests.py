@@ -204,6 +204,24 @@ async def test_a_wrong_field_is_named(
     assert not engine.seen
 
 
+@pytest.mark.parametrize(
+    ("path", "changes", "choices"),
+    [
+        (CHAT, messages({"role": "user", "content": [{"type": "input_audio"}]}), "text, image_url"),
+        (CHAT, messages({"role": "boss"}), "assistant, developer, system, tool, user"),
+        (COMPLETIONS, {"json_schemas": "loose"}, "lenient, strict"),
+        ("/v1/responses", {"input": [{"type": "audio"}]}, "message, function_call"),
+    ],
+    ids=["a kind of object", "a word", "a word at the top", "one of another API"],
+)
+async def test_what_is_no_choice_is_told_the_choices(
+    http: httpx.AsyncClient, path: str, changes: dict[str, Any], choices: str
+) -> None:
+    answer = await http.post(path, json={"model": "echo", "prompt": "hi"} | changes)
+    assert answer.status_code == 400
+    assert f"; it may be {choices}" in answer.json()["error"]["message"]
+
+
 NOT_JSON = {
     "nothing": b"",
     "half": b'{"model": "echo", "prompt": "hi',
@@ -278,7 +296,7 @@ async def test_each_refusal_before_the_body_has_its_status(http: httpx.AsyncClie
 async def test_a_body_that_is_too_large_is_told_so_also_if_its_end_never_comes(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asgi, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(asgi, "REST_TIMEOUT_S", 0.2)
 
     async def stalled() -> AsyncIterator[bytes]:
         yield b"x" * (65 << 10)
