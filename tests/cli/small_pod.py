@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 ANSWER = ["The capital", " of France", " is Paris."]
@@ -90,12 +91,21 @@ def fall_sick(*_: object) -> None:
     Handler.sick = not Handler.sick
 
 
+def hesitate(file: Path, *_: object) -> None:
+    def end(*_: object) -> None:
+        file.touch()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--crash", action="store_true", help="end at once, in words")
     parser.add_argument("--crash-once", type=Path, help="end at once if this file is not there")
     parser.add_argument("--child", action="store_true", help="have a child that never ends")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
+    parser.add_argument("--slow-to-end", type=Path, help="end at the second SIGTERM, and touch it")
     parser.add_argument("--admin-host", help="as routers take it; there is no admin port")
     options = parser.parse_args()
     if options.crash:
@@ -107,6 +117,8 @@ def main() -> None:
         subprocess.Popen([sys.executable, "-c", "import signal\nwhile True: signal.pause()"])
     if options.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.slow_to_end is not None:
+        signal.signal(signal.SIGTERM, partial(hesitate, options.slow_to_end))
     signal.signal(signal.SIGUSR1, fall_sick)
     address = (os.environ["DIPTYCH_BIND_HOST"], int(os.environ["DIPTYCH_HTTP_PORT"]))
     server = http.server.ThreadingHTTPServer(address, Handler)

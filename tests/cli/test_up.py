@@ -244,6 +244,20 @@ def test_a_second_ctrl_c_does_not_wait_for_stubborn_pods(
     assert ended(processes)
 
 
+def test_a_pod_that_still_works_is_told_again_before_it_is_killed(
+    start: Start,
+    small_service: Callable[..., Service],
+    small_pod: Callable[..., Service],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "told twice"
+    up = start(small_service(decode=small_pod("engine", "--slow-to-end", str(file))), grace_s=5.0)
+    up.wait_ready()
+    up.process.send_signal(signal.SIGTERM)
+    assert up.process.wait(PATIENCE_S) == 0
+    assert file.exists()
+
+
 def test_a_crashed_pod_is_restarted_at_the_same_port(
     start: Start, small_service: Callable[..., Service], small_pod: Callable[..., Service]
 ) -> None:

@@ -23,6 +23,9 @@ QUICK_POLL_S = 0.1
 """The period until a pod is ready for the first time, short because somebody waits for it."""
 MAX_GRACE_S = 10.0
 """The longest wait for a graceful end: somebody who pressed Ctrl-C will not wait longer."""
+LAST_WORDS_S = 2.0
+"""So long before its end pods are told again: then they wait for nothing any more, and routers tell
+their clients."""
 KILL_WAIT_S = 5.0
 START_S = 120.0
 """For the imports of a nursery, on a busy machine."""
@@ -254,11 +257,12 @@ class Supervisor:
             return
 
     async def _end(self, keepers: Sequence[asyncio.Task[None]]) -> None:
-        """SIGTERM to every pod, then SIGKILL to what is left; bounded in time."""
-        for pod in self.pods:
-            pod.terminate()
+        """SIGTERM to every pod, again to what is left, then SIGKILL; bounded in time."""
         grace = min(MAX_GRACE_S, max((pod.spec.grace_s for pod in self.pods), default=0.0))
-        await asyncio.wait(keepers, timeout=grace)
+        for seconds in (grace - LAST_WORDS_S, LAST_WORDS_S):
+            for pod in self.pods:
+                pod.terminate()
+            await asyncio.wait(keepers, timeout=max(0.0, seconds))
         for pod in self.pods:
             pod.kill()
         await asyncio.wait(keepers, timeout=KILL_WAIT_S)
