@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -43,6 +44,7 @@ class LLM:
         """
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **engine_args))
         self._ids = itertools.count()
+        self._turn = threading.Lock()
 
     @spelled_out(PromptOptions)
     def generate(
@@ -138,11 +140,23 @@ class LLM:
         use_tqdm: bool | None,
         options: PromptOptions,
     ) -> list[RequestOutput | PoolingRequestOutput]:
-        """Keep the engine filled, but not over, until every prompt has its answer."""
+        """Keep the engine filled, but not over, until every prompt has its answer. Calls of several
+        threads take turns."""
+        with self._turn:
+            return self._run_alone(prompts, params, use_tqdm, options)
+
+    def _run_alone(
+        self,
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | PoolingParams],
+        use_tqdm: bool | None,
+        options: PromptOptions,
+    ) -> list[RequestOutput | PoolingRequestOutput]:
         engine = self.llm_engine
         room = engine.vllm_config.max_num_waiting
         ids = [str(next(self._ids)) for _ in prompts]
         answers: dict[str, RequestOutput | PoolingRequestOutput] = {}
+        own = {*ids}
         to_send = list(zip(ids, prompts, params, strict=True))[::-1]
         shown = sys.stderr.isatty() if use_tqdm is None else use_tqdm
         try:
@@ -152,7 +166,7 @@ class LLM:
                         request_id, prompt, wanted = to_send.pop()
                         engine.add_request(request_id, prompt, wanted, **options)
                     for output in engine.step():
-                        if output.finished:
+                        if output.finished and output.request_id in own:
                             answers[output.request_id] = output
                             bar.update()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,
     PoolingParams,
+    RequestOutput,
     SamplingParams,
 )
 
@@ -59,6 +61,25 @@ def test_a_batch_larger_than_the_engine_is_answered_in_its_order() -> None:
         with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
             llm.generate([[1], [99999]])
         assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_calls_of_several_threads_take_turns() -> None:
+    prompts = [[[1 + i, 2], [3 + i, 4]] for i in range(8)]
+    with LLM(DUMMY, num_blocks=64, num_threads=1) as llm, ThreadPoolExecutor(4) as pool:
+        wanted = [tokens_of(llm.generate(each, params(), use_tqdm=False)) for each in prompts]
+        found = pool.map(lambda each: llm.generate(each, params(), use_tqdm=False), prompts)
+        assert [tokens_of(each) for each in found] == wanted
+
+
+def test_what_was_asked_for_step_by_step_is_no_answer_of_a_batch() -> None:
+    with LLM(DUMMY, num_blocks=64, num_threads=1) as llm:
+        llm.llm_engine.add_request("mine", [5, 6], params(max_tokens=1))
+        answers = llm.generate([[1, 2], [3, 4]], params(), use_tqdm=False)
+        assert [answer.prompt_token_ids for answer in answers] == [[1, 2], [3, 4]]
+
+
+def tokens_of(answers: list[RequestOutput]) -> list[list[int]]:
+    return [answer.outputs[0].token_ids for answer in answers]
 
 
 def test_contract_L03_what_is_no_batch_is_refused_by_name(real: LLM) -> None:
