@@ -67,6 +67,10 @@ def test_the_system_message_can_be_shown_and_set_and_outlives_a_reset(chat: Conv
     assert chat.messages == [{"role": "system", "content": "be kind"}]
 
 
+def test_what_is_said_is_no_path(chat: Conversation) -> None:
+    assert obey(Order("/system", "~nobody-of-this-name"), chat) == "system: ~nobody-of-this-name"
+
+
 def test_a_saved_chat_is_private_and_can_be_loaded(chat: Conversation, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     assert "3 messages" in obey(Order("/save", str(file)), chat)
@@ -109,6 +113,9 @@ def test_a_command_without_its_file_says_what_it_needs(name: str, chat: Conversa
         obey(Order(name, ""), chat)
     with pytest.raises(SlashError, match="/no/such/file cannot be"):
         obey(Order(name, "/no/such/file"), chat)
+    for no_file in ("~nobody-of-this-name/a", "a\0b"):
+        with pytest.raises(SlashError):
+            obey(Order(name, no_file), chat)
 
 
 def test_an_image_goes_with_the_next_message(chat: Conversation, tmp_path: Path) -> None:

@@ -34,6 +34,17 @@ class _Chat(msgspec.Struct, forbid_unknown_fields=True):
     messages: Annotated[list[_Saved], Meta(max_length=100_000)]
 
 
+def named(text: str) -> Path:
+    """Return the path that a user wrote. Raises `FileError` for one that no file can have."""
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as exc:
+        raise FileError(f"{text}: {exc}") from exc
+    if "\0" in text:
+        raise FileError("a file's name has no NUL")
+    return path
+
+
 def image_url(path: Path) -> str:
     """Read an image into a data URL. Raises `FileError` for one that no model here would take."""
     found = _read(path, MAX_IMAGE_BYTES)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from diptych.chat.conversation import Conversation
-from diptych.chat.files import FileError, image_url, load, save
+from diptych.chat.files import FileError, image_url, load, named, save
 
 HELP: Final[Mapping[str, str]] = MappingProxyType({
     "/system [TEXT]": "set the system message, or show it; it holds from the next turn on",
@@ -64,7 +63,6 @@ def obey(order: Order, conversation: Conversation) -> str:
 
 
 def _obey(name: str, argument: str, conversation: Conversation) -> str:
-    file = Path(argument).expanduser()
     match name:
         case "/quit":
             raise QuitChat
@@ -76,13 +74,13 @@ def _obey(name: str, argument: str, conversation: Conversation) -> str:
                 conversation.system = argument
             return f"system: {conversation.system or '(none)'}"
         case "/image":
-            conversation.images.append(image_url(file))
+            conversation.images.append(image_url(file := named(argument)))
             return f"{file.name} goes with the next message"
         case "/save":
-            save(file, conversation.messages)
+            save(file := named(argument), conversation.messages)
             return f"{len(conversation.messages)} messages are in {file}"
         case "/load":
-            conversation.replace(load(file))
+            conversation.replace(load(named(argument)))
             return f"{len(conversation.messages)} messages"
         case _:
             return "\n".join(f"{usage:16} {meaning}" for usage, meaning in HELP.items())
