@@ -26,14 +26,14 @@ def usage(files: tuple[Path, ...], key: Path) -> None:
     from diptych_frontend.quotas.books import verified
     from diptych_protocol import InvalidRequestError
 
-    secret = key.read_bytes().strip()
+    secret = _content(key).strip()
     if not secret:
         raise BadInputError(f"{key} is empty")
     totals: dict[str, Counter[str]] = {}
     read: dict[tuple[object, ...], Path] = {}
     for file in files:
         try:
-            lines = verified(file.read_bytes(), secret)
+            lines = verified(_content(file), secret)
         except InvalidRequestError as exc:
             raise RunError(f"{file}: {exc}") from exc
         if (twin := read.setdefault(tuple(lines), file)) is not file:
@@ -49,3 +49,10 @@ def usage(files: tuple[Path, ...], key: Path) -> None:
     for name, total in sorted(totals.items()):
         table.add_row(harmless(name), *(str(total[column]) for column in columns))
     console_for_tables().print(table)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as exc:
+        raise BadInputError(f"{file} cannot be read: {exc.strerror or exc}") from exc
