@@ -435,7 +435,7 @@ class ModelRunner:
         """Run a method of the only worker. Raises `InvalidRequestError` for an unknown name."""
         call = self.worker_methods.get(method)
         if call is None:
-            known = ", ".join(sorted(self.worker_methods))
+            known = ", ".join(sorted(x for x in self.worker_methods if not x.startswith("_")))
             raise InvalidRequestError(f"no worker method {method!r}; there are {known}")
         try:
             return [call(*args, **(kwargs or {}))]

@@ -143,6 +143,12 @@ class LLM:
         """Keep the engine filled, but not over, until every prompt has its answer. Calls of several
         threads take turns."""
         with self._turn:
+            if prompts and self.llm_engine.is_paused():  # nobody could end that meanwhile
+                raise InvalidRequestError(
+                    "the engine is asleep or paused: call llm_engine.wake_up() or "
+                    "llm_engine.resume_generation() first",
+                    status=409,
+                )
             return self._run_alone(prompts, params, use_tqdm, options)
 
     def _run_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from diptych_frontend.text.output_processor import Collector, OutputProcessor, f
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
+    ClientClosedError,
     CompletionOutput,
     ControlCall,
     DiptychError,
@@ -140,6 +142,7 @@ class LLMEngine(EngineReports):
             )
             self.logger_manager.log_engine_initialized()
         self._clock = clock
+        self._process = os.getpid()
         self.reset_mm_cache()
 
     @classmethod
@@ -198,6 +201,7 @@ class LLMEngine(EngineReports):
         Raises as `EngineClient.generate`; for an id that is not a string, the error is also a
         `TypeError`.
         """
+        self._check_process()
         check_id(request_id)
         check_whole(prompt)
         if documented:
@@ -361,7 +365,13 @@ class LLMEngine(EngineReports):
         return answer
 
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        self._check_process()
         return self.engine_core.call(method, *args, timeout_s=timeout_s)
+
+    def _check_process(self) -> None:
+        """Raise `ClientClosedError` in a fork, which has neither the threads nor the sockets."""
+        if self._process != os.getpid():
+            raise ClientClosedError("the engine did not come along to a fork; make one there")
 
     @property
     def only_worker(self) -> Any:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 from engine_kit.core import DUMMY
 from engine_kit.llm_engine import params, run, stats
 from model_kit.questions import FACT
+from waits import PATIENCE_S
 
 from diptych_engine import LLM
 from diptych_frontend.text.input_processor import InputProcessor
@@ -76,6 +80,36 @@ def test_what_was_asked_for_step_by_step_is_no_answer_of_a_batch() -> None:
         llm.llm_engine.add_request("mine", [5, 6], params(max_tokens=1))
         answers = llm.generate([[1, 2], [3, 4]], params(), use_tqdm=False)
         assert [answer.prompt_token_ids for answer in answers] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_no_part_in_the_engine() -> None:
+    with LLM(DUMMY, num_blocks=64, num_threads=1) as llm:
+        ours, theirs = socket.socketpair()
+        if not os.fork():
+            try:
+                llm.generate([[1]], params(), use_tqdm=False)
+            except BaseException as exc:
+                theirs.send(type(exc).__name__.encode())
+            os._exit(0)
+        with ours, theirs:
+            ours.settimeout(PATIENCE_S)
+            assert ours.recv(100) == b"ClientClosedError"
+        os.wait()
+        assert llm.generate([[1]], params(), use_tqdm=False)
+
+
+def test_a_batch_does_not_wait_for_an_engine_that_sleeps() -> None:
+    with LLM(DUMMY, num_blocks=64, num_threads=1) as llm:
+        for stop, go_on in (
+            (partial(llm.llm_engine.sleep, 1), llm.llm_engine.wake_up),
+            (llm.llm_engine.pause_generation, llm.llm_engine.resume_generation),
+        ):
+            stop()
+            with pytest.raises(InvalidRequestError, match="asleep or paused"):
+                llm.generate([[1]], params(), use_tqdm=False)
+            go_on()
+            assert llm.generate([[1]], params(), use_tqdm=False)
 
 
 def tokens_of(answers: list[RequestOutput]) -> list[list[int]]:

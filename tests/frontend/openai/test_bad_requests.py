@@ -209,7 +209,7 @@ async def test_a_wrong_field_is_named(
     [
         (CHAT, messages({"role": "user", "content": [{"type": "input_audio"}]}), "text, image_url"),
         (CHAT, messages({"role": "boss"}), "assistant, developer, system, tool, user"),
-        (COMPLETIONS, {"json_schemas": "loose"}, "lenient, strict"),
+        (COMPLETIONS, {"prompt": "hi", "json_schemas": "loose"}, "exact, lenient"),
         ("/v1/responses", {"input": [{"type": "audio"}]}, "message, function_call"),
     ],
     ids=["a kind of object", "a word", "a word at the top", "one of another API"],
@@ -217,7 +217,7 @@ async def test_a_wrong_field_is_named(
 async def test_what_is_no_choice_is_told_the_choices(
     http: httpx.AsyncClient, path: str, changes: dict[str, Any], choices: str
 ) -> None:
-    answer = await http.post(path, json={"model": "echo", "prompt": "hi"} | changes)
+    answer = await http.post(path, json={"model": "echo"} | changes)
     assert answer.status_code == 400
     assert f"; it may be {choices}" in answer.json()["error"]["message"]
 
