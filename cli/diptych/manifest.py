@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -20,6 +20,9 @@ from diptych_operator.render import render
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import parse_model_uri
 
+MAX_BYTES: Final = 16 << 20
+"""Limit of a file of services. A device has no end."""
+
 
 def load(source: Source) -> ServiceFile:
     """Load a YAML file, or a known model's service. Raises `BadInputError`, naming the field."""
@@ -34,7 +37,11 @@ def load(source: Source) -> ServiceFile:
 def _text(source: Source) -> str:
     if isinstance(source, KnownModel):
         return yaml.safe_dump(source.manifest())
-    return source.read_text(encoding="utf-8")
+    with source.open("rb") as file:
+        found = file.read(MAX_BYTES + 1)
+    if len(found) > MAX_BYTES:
+        raise BadInputError(f"{source}: has more than {MAX_BYTES >> 20} MiB")
+    return found.decode()
 
 
 def rendered(source: Source, service: InferenceService) -> list[dict[str, Any]]:

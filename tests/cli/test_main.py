@@ -85,6 +85,7 @@ def test_a_pod_template_that_does_not_fit_is_named(
         ("up", "no-such-model"),
         ("up", "/no/such/file"),
         ("up", str(EXAMPLE), "--port", "0"),
+        ("render", "/dev/zero"),
         ("x",),
         ("top", "--interval", "nan"),
         ("chat", "--temperature", "nan"),

@@ -84,11 +84,13 @@ def of_file(path: Path, output: Lengths, seed: int) -> list[Request]:
     Raises `BadInputError`.
     """
     try:
-        if path.stat().st_size > MAX_DATASET_BYTES:
-            raise BadInputError(f"{path} has more than {MAX_DATASET_BYTES >> 20} MiB")
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            content = file.read(MAX_DATASET_BYTES + 1)
     except OSError as exc:
         raise BadInputError(str(exc)) from exc
+    if len(content) > MAX_DATASET_BYTES:
+        raise BadInputError(f"{path} has more than {MAX_DATASET_BYTES >> 20} MiB")
+    lines = content.splitlines()
     rng = random.Random(seed)
     found = [
         _request(f"{path}, line {number}", line, output.draw(rng))
