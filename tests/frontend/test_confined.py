@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,11 @@ from diptych_frontend.confined.cancellation import (
 )
 from diptych_frontend.confined.processes import (
     AT_ONCE_BYTES,
+    LENGTHS,
     ConfinedWork,
     WorkBounds,
     WorkFailedError,
+    send_frame,
 )
 from diptych_protocol import EngineOverloadedError
 
@@ -193,6 +197,14 @@ def test_who_is_in_haste_waits_for_nothing_that_is_late(module: str, tmp_path: P
     end.touch()
     wait_until(lambda: at_once(work, b"echo") in (first, second), "the late answer is dropped")
     assert pid in work.pids()
+
+
+def test_a_small_message_is_sent_whole() -> None:
+    """A second half may come after a hurried caller has given its process up."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        send_frame(ours, b"head", memoryview(b"body"), time.monotonic() + PATIENCE_S)
+        assert theirs.recv(64)[LENGTHS.size :] == b"headbody"
 
 
 @pytest.mark.parametrize("what", [b"crash", b"take", b"large"])
