@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from engine_kit.fake_core import FakeCore
-from engine_kit.mq import REAL, endpoint, real_with, running, set_up
+from engine_kit.mq import DOOMED, endpoint, real_with, running, set_up
 
 from diptych_engine import MQLLMEngineClient
 from diptych_frontend.core_client.launcher import CoreProcess
@@ -31,7 +31,7 @@ async def client(served: CoreProcess) -> AsyncIterator[MQLLMEngineClient]:
 @pytest.fixture
 def doomed() -> Iterator[CoreProcess]:
     """An engine for one test, which may do with it what it wants."""
-    with running(REAL) as core:
+    with running(DOOMED) as core:
         yield core
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from model_kit.checkpoints import SIZES, random_tensors, save_adapter, save_mode
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from diptych_engine import MQLLMEngineClient
+from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.v0.params import GuidedDecodingParams
 from diptych_frontend.v0.params import SamplingParams as SamplingParamsOfV0
 from diptych_protocol import (
@@ -59,11 +60,16 @@ def config(folder: Path) -> EngineConfig:
     )
 
 
-@pytest_asyncio.fixture
-async def client(config: EngineConfig) -> AsyncIterator[MQLLMEngineClient]:
+@pytest.fixture(scope="module")
+def core(config: EngineConfig) -> Iterator[CoreProcess]:
     with running(config) as core:
-        async with set_up(core) as client:
-            yield client
+        yield core
+
+
+@pytest_asyncio.fixture
+async def client(core: CoreProcess) -> AsyncIterator[MQLLMEngineClient]:
+    async with set_up(core) as client:
+        yield client
 
 
 def final() -> SamplingParams:
@@ -130,15 +136,17 @@ async def test_contract_Q09_Q17_a_form_is_refused_beside_another_tokenizer(
 
 
 async def test_contract_Q15_adapters_are_loaded_while_others_generate(
-    client: MQLLMEngineClient, adapters: dict[str, LoRARequest], eventually: Eventually
+    config: EngineConfig, adapters: dict[str, LoRARequest], eventually: Eventually
 ) -> None:
-    [task] = reading(client, "r", length=min(LONG, 400))
-    await eventually(lambda: client.output_queues)
-    loads = [client.add_lora(adapter) for adapter in adapters.values()]
-    _, asleep = await asyncio.gather(asyncio.gather(*loads), client.is_sleeping())
-    assert asleep is False
-    assert await client.list_loras() == {1, 2}
-    assert len(await task) == 400
+    with running(config) as core:  # it has loaded none yet
+        async with set_up(core) as client:
+            [task] = reading(client, "r", length=min(LONG, 400))
+            await eventually(lambda: client.output_queues)
+            loads = [client.add_lora(adapter) for adapter in adapters.values()]
+            _, asleep = await asyncio.gather(asyncio.gather(*loads), client.is_sleeping())
+            assert asleep is False
+            assert await client.list_loras() == {1, 2}
+            assert len(await task) == 400
 
 
 async def test_contract_Q08_Q09_logits_processors_are_functions_that_the_engine_has_too(

@@ -10,10 +10,12 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from engine_kit.failing_executor import POISON
 from engine_kit.mq import (
+    DOOMED,
     LONG,
     PATIENCE_MS,
     Eventually,
@@ -140,7 +142,8 @@ async def test_contract_Q06_Q14_an_error_in_a_heartbeat_is_the_engines(
     eventually: Eventually,
 ) -> None:
     """An engine that was told to end refuses the question how it is."""
-    with running(real_with(shutdown_timeout_s=PATIENCE_MS / 1000)) as core:
+    patient = msgspec.structs.replace(DOOMED, shutdown_timeout_s=PATIENCE_MS / 1000)
+    with running(patient) as core:
         client = client_of(core, heartbeat_ms=10)
         await client.setup()
         params = SamplingParams(max_tokens=LONG, ignore_eos=True)

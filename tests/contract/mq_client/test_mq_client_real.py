@@ -143,11 +143,15 @@ async def test_contract_Q03_setup_may_be_repeated_while_the_engine_starts(
     names = [task.get_name() for task in asyncio.all_tasks()]
     for loop in ("core watcher", "engine outputs", "engine health"):
         assert names.count(loop) == 1, loop
+    assert len(await read(client, "in order", length=8)) == 8
+    client.close()
+
+
+async def test_outputs_come_in_order(client: MQLLMEngineClient) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, output_kind=RequestOutputKind.DELTA)
     said = [o.outputs[0].text async for o in client.generate(COUNTING.words, params, "in order")]
     assert "".join(said).startswith(COUNTING.answer)
     assert len(said) > 3
-    client.close()
 
 
 async def test_contract_Q04_failures_leave_no_socket(

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine_kit.core import DUMMY
+from engine_kit.executor import PACED
 from waits import PATIENCE_S
 
 from diptych_engine import MQLLMEngineClient
@@ -31,6 +32,8 @@ REAL = EngineConfig(
     weight_packing="none",  # answers are compared however they were batched
 )
 """The real model, which answers different prompts differently."""
+DOOMED = msgspec.structs.replace(CONFIG, num_blocks=512, max_num_seqs=8, executor_class=PACED)
+"""That of an engine which is soon ended: it starts in half the time, and its answers last."""
 PATIENCE_MS = int(PATIENCE_S * 1000)
 LONG = 1500
 """Tokens: more than any test waits for."""
