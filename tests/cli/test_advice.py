@@ -27,7 +27,7 @@ READING, WRITING = (
     Traffic(LengthSpread(2000, 0.3), LengthSpread(20)),
     Traffic(LengthSpread(100), LengthSpread(400)),
 )
-COUNT = 100
+COUNT = 50
 
 
 def answered(traffic: Traffic, rate: float, seed: int = 0, good: float = 1.0) -> list[PastRequest]:
