@@ -265,13 +265,21 @@ ALIKE = 0.7
 style, in the same browser. How much that is depends on the browser and on its fonts."""
 
 
-QUICK = ("page-first", "page-light", "page-dark", "page-phone", "page-tools", "page-tour")
+def look(scene: Scene, name: str) -> None:
+    """Compare the page with its picture."""
+    shown = (IMAGES / f"{name}.png").read_bytes()
+    styled = difference(scene.page.screenshot(), shown)
+    scene.page.evaluate(STYLE, True)
+    bare = difference(scene.page.screenshot(), shown)
+    scene.page.evaluate(STYLE, False)
+    assert styled < ALIKE * bare, name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in PICTURES],
-)
+STYLE = "off => [...document.styleSheets].forEach((sheet) => { sheet.disabled = off; })"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
 def test_it_looks_as_in_the_documents(open_page: Open, name: str) -> None:
     """`make screenshots` takes these pictures anew."""
     picture = PICTURES[name]
@@ -279,12 +287,32 @@ def test_it_looks_as_in_the_documents(open_page: Open, name: str) -> None:
         color_scheme=picture.scheme, viewport=picture.viewport, reduced_motion="no-preference"
     )
     picture.show(scene)
-    shown = (IMAGES / f"{name}.png").read_bytes()
-    styled = difference(scene.page.screenshot(), shown)
-    scene.page.evaluate("() => [...document.styleSheets].forEach((s) => { s.disabled = true; })")
-    bare = difference(scene.page.screenshot(), shown)
-    scene.calm()
-    assert styled < ALIKE * bare
+    try:
+        look(scene, name)
+    finally:
+        scene.calm()
+
+
+def test_one_answer_looks_as_in_the_documents_in_each_scheme_and_on_a_phone(
+    open_page: Open,
+) -> None:
+    scene = open_page()
+    scene.ready()
+    look(scene, "page-first")
+    scene.answered()
+    for name in ("page-light", "page-phone", "page-dark", "page-tour"):
+        picture = PICTURES[name]
+        scene.page.set_viewport_size(picture.viewport)
+        scene.page.emulate_media(color_scheme=picture.scheme)
+        if name == "page-tour":
+            scene.tour()
+        look(scene, name)
+
+
+def test_a_call_of_a_tool_looks_as_in_the_documents(open_page: Open) -> None:
+    scene = open_page()
+    scene.called()
+    look(scene, "page-tools")
 
 
 def test_every_field_and_button_has_a_name(open_page: Open) -> None:

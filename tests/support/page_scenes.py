@@ -198,6 +198,10 @@ class Scene:
     def toured(self) -> None:
         """The third step of the tour, after an answer."""
         self.answered()
+        self.tour()
+
+    def tour(self) -> None:
+        """Begin the tour, up to its third step."""
         self.page.click("#tour-open")
         for _ in range(2):
             self.page.click("#tour-next")
