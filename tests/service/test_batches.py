@@ -19,7 +19,7 @@ import psutil
 import pytest
 from engine_kit.executor import PACED
 from free_ports import free_port
-from service_kit import cores, engine_config, router_command
+from service_kit import LIGHT, cores, engine_config, router_command
 from waits import PATIENCE_S, wait_until
 
 from diptych_protocol import RouterConfig
@@ -27,8 +27,6 @@ from diptych_protocol.config import Batches
 
 ENDED = {"failed", "completed", "expired", "cancelled"}
 LINES = 8
-MODEL = "dummy://?vocab_size=49152"
-"""Says anything that the real tokenizer can write."""
 PROMPT = "The lighthouse keeper climbed the stairs and counted: "
 
 
@@ -73,7 +71,7 @@ def addresses(keys_dir: Path) -> Iterator[tuple[str, str]]:
     """The addresses of a prefill and a decode engine, so slow that a batch lasts."""
     names = "prefill-0", "decode-0"
     own = {"scheduling_policy": "priority", "executor_class": PACED}
-    configs = [engine_config(name, MODEL, **own) for name in names]
+    configs = [engine_config(name, LIGHT, **own) for name in names]
     with cores(keys_dir, *configs) as (prefill, decode):
         yield prefill.address, decode.address
 

@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 from engine_kit.executor import PACED
 from free_ports import free_port
-from service_kit import SUPPORT, engine_config, generate, start_engine
+from service_kit import LIGHT, SUPPORT, engine_config, generate, importing_support, start_engine
 from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.app import build_app
@@ -392,13 +392,14 @@ async def test_a_dead_core_is_not_alive(eventually: Any) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cores(smollm2: str, keys_dir: Path) -> AsyncIterator[tuple[Core, Core]]:
-    """Two engines of one revision with the real model, as a router is connected to them.
+async def cores(keys_dir: Path) -> AsyncIterator[tuple[Core, Core]]:
+    """Two engines of one revision, as a router is connected to them.
 
-    With packed weights: one request at a time runs in them, and none of it is computed twice.
+    One request at a time runs in them, and none of it is computed twice.
     """
-    configs = [engine_config(f"decode-{i}", smollm2) for i in range(2)]
-    engines = await asyncio.gather(*(start_engine(config, keys_dir) for config in configs))
+    configs = [engine_config(f"decode-{i}", LIGHT, executor_class=PACED) for i in range(2)]
+    with importing_support():
+        engines = await asyncio.gather(*(start_engine(config, keys_dir) for config in configs))
     first, second = (Core(endpoint, keys_dir) for _, endpoint in engines)
     try:
         for core in (first, second):

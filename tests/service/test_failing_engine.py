@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_kit.failing_executor import FAILS_WHILE
 from prometheus_client import CollectorRegistry, generate_latest
-from service_kit import all_usable, cores, engine_config, generate, link_of, routing
+from service_kit import LIGHT, all_usable, cores, engine_config, generate, link_of, routing
 
 from diptych.status import read_health
 from diptych_router.engines.health_book import State
@@ -32,7 +32,7 @@ async def test_an_engine_that_fails_is_left_out_and_taken_in_again(
     monkeypatch.setenv(FAILS_WHILE, str(mood))
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     configs = [
-        engine_config(name, smollm2, executor_class=MOODY if name == bad else "") for name in names
+        engine_config(name, LIGHT, executor_class=MOODY if name == bad else "") for name in names
     ]
     with cores(keys_dir, *configs) as started:
         prefill, decode = ([c.address for c in pool] for pool in (started[:2], started[2:]))

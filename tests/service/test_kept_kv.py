@@ -17,6 +17,7 @@ import pytest
 from engine_kit.core import BATCHED
 from free_ports import free_port
 from service_kit import (
+    LIGHT,
     Streaming,
     all_usable,
     cores,
@@ -39,7 +40,6 @@ IN_BLOCKS = 96
 """Tokens of each prompt that fill blocks."""
 PROMPT = list(range(1000, 1103))
 """Its last block is not full."""
-MODEL = "dummy://?vocab_size=49152&num_hidden_layers=1&hidden_size=64"
 PROMPTS = [
     f"Chapter {n}. The lighthouse keeper climbed the stairs, and " * 8 for n in range(STREAMS)
 ]
@@ -48,7 +48,7 @@ PROMPTS = [
 def keeping(name: str, folder: Path, **changes: Any) -> EngineConfig:
     return engine_config(
         name,
-        MODEL,
+        LIGHT,
         **{
             "weight_packing": BATCHED,
             "num_blocks": 1024,

@@ -22,11 +22,21 @@ import pytest
 import pytest_asyncio
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, Pages, chromium
 from engine_kit.core import BATCHED
+from engine_kit.executor import PACED
 from forwarder import forwarder
 from free_ports import free_port
 from page_scenes import Scene
 from playwright.sync_api import Request, expect
-from service_kit import Core, all_usable, cores, engine_config, link_of, router_command, routing
+from service_kit import (
+    LIGHT,
+    Core,
+    all_usable,
+    cores,
+    engine_config,
+    link_of,
+    router_command,
+    routing,
+)
 from streams_read import READ
 from waits import PATIENCE_S, wait_until
 
@@ -37,12 +47,10 @@ from diptych_router.requests.pool_client import PoolClient
 
 STREAMS = 8
 LENGTH = 250
-LONGER = 1500
-"""Tokens of answers that a browser looks at."""
+LONGER = 400
+"""Tokens of answers that last for seconds."""
 TOLD = 5
 """Events that each client has, at least, when the router dies."""
-MODEL = "dummy://?vocab_size=49152&num_hidden_layers=1&hidden_size=64"
-"""Quick, and says anything that the real tokenizer can write, characters in pieces too."""
 HEADERS = {"x-diptych-resumable": "1", "authorization": "Bearer key-of-ann"}
 
 
@@ -126,7 +134,8 @@ async def read(
 @pytest.fixture(scope="module")
 def engines(keys_dir: Path) -> Iterator[list[Core]]:
     names = "prefill-0", "decode-0"
-    configs = [engine_config(x, MODEL, weight_packing=BATCHED, num_blocks=512) for x in names]
+    own: dict[str, Any] = {"weight_packing": BATCHED, "executor_class": PACED, "num_blocks": 512}
+    configs = [engine_config(x, LIGHT, **own) for x in names]
     with cores(keys_dir, *configs) as started:
         yield started
 

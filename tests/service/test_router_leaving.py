@@ -1,4 +1,4 @@
-"""Engines leave, are killed, or vanish, and no stream breaks: real engines, the real model."""
+"""Engines leave, are killed, or vanish, and no stream breaks: real engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit.core import BATCHED
 from engine_kit.executor import PACED
 from service_kit import (
+    LIGHT,
     Core,
     Streaming,
     all_usable,
@@ -31,6 +33,7 @@ PROMPTS = [
     for number in ("one", "two")
 ]
 LENGTH = 64
+SLOW: dict[str, Any] = {"executor_class": PACED, "weight_packing": BATCHED}
 
 
 @dataclass
@@ -44,9 +47,9 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def engines(smollm2: str, keys_dir: Path) -> Iterator[Fleet]:
+def engines(keys_dir: Path) -> Iterator[Fleet]:
     names = ("prefill-0", "decode-0", "decode-1")
-    configs = [engine_config(name, smollm2, executor_class=PACED) for name in names]
+    configs = [engine_config(name, LIGHT, **SLOW) for name in names]
     with cores(keys_dir, *configs) as (prefill, *decode):
         yield Fleet(prefill, decode)
 
@@ -145,7 +148,7 @@ async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
 ) -> None:
     """One stream runs, the other has its KV there and waits for its turn: nothing to hand off."""
     wide = fleet.decode[0]
-    config = engine_config("narrow-0", smollm2, max_num_seqs=1, executor_class=PACED)
+    config = engine_config("narrow-0", LIGHT, max_num_seqs=1, **SLOW)
     with cores(keys_dir, config) as (narrow,):
         async with routing(
             smollm2, keys_dir, [fleet.prefill.address], [narrow.address, wide.address]

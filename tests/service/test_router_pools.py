@@ -1,4 +1,4 @@
-"""What a router does while its pools come and go: real engines, the real model."""
+"""What a router does while its pools come and go: real engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 from engine_kit.executor import PACED
-from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
+from service_kit import LIGHT, Core, Streaming, cores, engine_config, generate, healthy, routing
 from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.core_client.curve import new_keys, read_keys
@@ -31,10 +31,10 @@ PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
 
 
 @pytest.fixture(scope="module")
-def two_pools(smollm2: str, keys_dir: Path) -> Iterator[dict[str, Core]]:
+def two_pools(keys_dir: Path) -> Iterator[dict[str, Core]]:
     """Engines of revision r1: one for prefill, one for decode."""
     names = ("prefill-0", "decode-0")
-    configs = [engine_config(x, smollm2, revision="r1", executor_class=PACED) for x in names]
+    configs = [engine_config(x, LIGHT, revision="r1", executor_class=PACED) for x in names]
     with cores(keys_dir, *configs) as started:
         yield dict(zip(names, started, strict=True))
 
@@ -78,7 +78,7 @@ async def test_a_hinge_that_does_not_work_keeps_users_away_and_says_why(
 ) -> None:
     """Its address for KV is one where nobody listens; a sound engine ends the outage."""
     misled = KVTransferConfig(lease_seconds=5.0, advertise_host="127.0.0.9")
-    config = engine_config("misled", smollm2, revision="r1", kv_transfer=misled)
+    config = engine_config("misled", LIGHT, revision="r1", kv_transfer=misled)
     sound, decode = two_pools["prefill-0"], two_pools["decode-0"]
     with cores(keys_dir, config) as (broken,):
         async with routing(
@@ -120,7 +120,7 @@ async def test_the_longest_request_is_what_every_usable_engine_can_take(
     smollm2: str, keys_dir: Path, two_pools: dict[str, Core], eventually: Any
 ) -> None:
     prefill, decode = two_pools.values()
-    with cores(keys_dir, engine_config("small", smollm2, num_blocks=8)) as (small,):
+    with cores(keys_dir, engine_config("small", LIGHT, num_blocks=8)) as (small,):
         async with routing(
             smollm2, keys_dir, [prefill.address], [decode.address, small.address], verify="Warn"
         ) as client:
@@ -252,7 +252,7 @@ async def test_one_that_may_sleep_is_ready_after_a_pair_was_whatever_becomes_of_
     serving = tmp_path / "serving.json"
     say(serving, revisions=[], asleep=True)
     names = ("prefill-0", "decode-0")
-    configs = [engine_config(name, smollm2) for name in names]
+    configs = [engine_config(name, LIGHT) for name in names]
     with cores(keys_dir, *configs) as started:
         pools = [core.address for core in started]
         async with routing(

@@ -21,7 +21,7 @@ import pytest
 from engine_kit.executor import PACED
 from free_ports import free_port
 from gateway_kit import destinations, exchange, headers, picker
-from service_kit import Core, cores, engine_config
+from service_kit import LIGHT, Core, cores, engine_config
 from waits import PATIENCE_S
 
 from diptych_protocol import RouterConfig
@@ -54,10 +54,10 @@ class Router:
 
 
 @pytest.fixture(scope="module")
-def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
+def engines(keys_dir: Path) -> Iterator[list[Core]]:
     """So slow that a stream lasts."""
     names = "prefill-0", "decode-0"
-    configs = [engine_config(name, smollm2, executor_class=PACED) for name in names]
+    configs = [engine_config(name, LIGHT, executor_class=PACED) for name in names]
     with cores(keys_dir, *configs) as started:
         yield started
 

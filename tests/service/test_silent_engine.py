@@ -13,6 +13,7 @@ import pytest_asyncio
 from engine_kit.executor import PACED
 from engine_kit.wire import request
 from service_kit import (
+    LIGHT,
     Core,
     Streaming,
     all_usable,
@@ -59,7 +60,7 @@ class Service:
 @pytest_asyncio.fixture
 async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     configs = [
-        engine_config(name, smollm2, logits_processors=[HANG], executor_class=PACED)
+        engine_config(name, LIGHT, logits_processors=[HANG], executor_class=PACED)
         for name in ("prefill-0", "decode-0", "decode-1")
     ]
     with cores(keys_dir, *configs) as (prefill, *decode):

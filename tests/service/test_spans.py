@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from engine_kit.executor import PACED
 from free_ports import free_port
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from service_kit import (
+    LIGHT,
     Core,
     Streaming,
     all_usable,
@@ -59,11 +61,9 @@ def received(collector: tuple[str, list[Received]]) -> list[Received]:
 
 
 @pytest.fixture(scope="module")
-def engines(
-    smollm2: str, keys_dir: Path, collector: tuple[str, list[Received]]
-) -> Iterator[list[Core]]:
+def engines(keys_dir: Path, collector: tuple[str, list[Received]]) -> Iterator[list[Core]]:
     configs = [
-        engine_config(name, smollm2, otlp_traces_endpoint=collector[0])
+        engine_config(name, LIGHT, otlp_traces_endpoint=collector[0], executor_class=PACED)
         for name in ("prefill-0", "decode-0", "decode-1")
     ]
     with cores(keys_dir, *configs) as started:

@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_kit.executor import PACED
 from served import serve_http
-from service_kit import Core, all_usable, cores, engine_config, link_of, routing
+from service_kit import LIGHT, Core, all_usable, cores, engine_config, link_of, routing
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
@@ -25,9 +26,10 @@ LENGTH = 96
 
 
 @pytest.fixture(scope="module")
-def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
+def engines(keys_dir: Path) -> Iterator[list[Core]]:
     """One prefill engine and two for decode."""
-    configs = [engine_config(name, smollm2) for name in ("prefill-0", "decode-0", "decode-1")]
+    names = ("prefill-0", "decode-0", "decode-1")
+    configs = [engine_config(name, LIGHT, executor_class=PACED) for name in names]
     with cores(keys_dir, *configs) as started:
         yield started
 

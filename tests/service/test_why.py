@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from click.testing import CliRunner
 from free_ports import free_port
-from service_kit import all_usable, engine_config, healthy, make_router, start_engine
+from service_kit import LIGHT, all_usable, engine_config, healthy, make_router, start_engine
 
 from diptych.laptop.rundir import PodState, RunDirectory, RunState
 from diptych.main import main
@@ -68,10 +68,7 @@ class Service:
 async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     names = (*sorted(PREFILL), "decode-0")
     started = await asyncio.gather(
-        *(
-            start_engine(engine_config(name, smollm2, journey_events=True), keys_dir)
-            for name in names
-        )
+        *(start_engine(engine_config(name, LIGHT, journey_events=True), keys_dir) for name in names)
     )
     [(_, at0), (_, at1), (_, at_d)] = started
     keys = read_keys(keys_dir)

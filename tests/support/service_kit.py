@@ -43,6 +43,9 @@ from diptych_router.engines.engine_link import EngineLink, ReadKeys
 from diptych_router.requests.pool_client import PoolClient
 
 NUM_BLOCKS = 256
+LIGHT = "dummy://?vocab_size=49152&num_hidden_layers=1&hidden_size=64"
+"""Quick to start and to compute, and says anything that the real tokenizer can write, characters in
+pieces too: the engines of tests that expect no words."""
 SUPPORT = Path(__file__).parent
 
 
@@ -59,6 +62,14 @@ def engine_config(name: str, model: str, **changes: object) -> EngineConfig:
             **changes,
         },
     )
+
+
+@contextlib.contextmanager
+def importing_support() -> Iterator[None]:
+    """Engines that are started in the block can import what is in this folder."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
+        yield
 
 
 @dataclass
@@ -90,8 +101,7 @@ class Core:
     def start(self) -> None:
         """Begin to start it, again too; a router finds it when it is ready. It can import what is
         in this folder."""
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
+        with importing_support():
             self.process = CoreProcess(self.config, f"tcp://{self.address}", self.keys_dir)
 
     def signal(self, number: signal.Signals) -> None:
