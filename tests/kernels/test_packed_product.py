@@ -87,7 +87,7 @@ def test_what_fills_no_tiles_is_none(shape: tuple[int, int], scale: float) -> No
 
 
 @BITS
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 29])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 71])
 @pytest.mark.parametrize("columns", [64, 80])
 def test_decodes_are_computed_as_the_reference_does(
     bits: int, rows: int, columns: int, input_bits: int
@@ -132,11 +132,12 @@ def test_it_can_add_to_what_is_there(num_decodes: int) -> None:
     torch.testing.assert_close(added, sums + product(x, tiles, num_decodes), rtol=1e-5, atol=1e-4)
 
 
+@BITS
 @pytest.mark.parametrize("are_decodes", [True, False])
 def test_a_row_gets_the_same_bits_in_any_company_and_on_any_number_of_threads(
-    are_decodes: bool, input_bits: int
+    bits: int, are_decodes: bool, input_bits: int
 ) -> None:
-    tiles = random_tiles(112, 128, 4)
+    tiles = random_tiles(112, 128, bits)
     x = torch.randn(67, 128)
 
     def own_product(x: Tensor) -> Tensor:

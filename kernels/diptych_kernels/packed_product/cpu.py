@@ -42,6 +42,8 @@ CONFIGURATION_BYTES = 64
 """Size, in bytes, of the matrix unit's configuration."""
 INPUT_FACTORS = 4
 """Numbers beside the levels of a group of inputs."""
+CASE_ROWS = 64 + 4 + 2 + 1
+"""Rows of known cases, for blocks of every size."""
 
 
 def workspace_bytes(rows: int, columns: int) -> int:
@@ -196,14 +198,14 @@ def packed_product(
 
 
 def _factors(bits: int) -> tuple[Tensor, Tensor]:
-    """Rows, for blocks of every size, and the tiles that they are multiplied with."""
+    """Rows, and the tiles that they are multiplied with."""
     groups, columns = 3, 48
     generator = torch.Generator().manual_seed(bits)
     levels = torch.randint(0, 1 << bits, (columns, groups * GROUP), generator=generator)
     scale, offset = random_values(2, columns, groups * GROUP // SPANS[bits])
     tiles = to_tiles(levels.to(torch.uint8), scale, offset, bits)
     assert tiles is not None
-    return random_values(19, groups * GROUP), tiles
+    return random_values(CASE_ROWS, groups * GROUP), tiles
 
 
 def _float_factors(kind: int) -> tuple[Tensor, Tensor]:
@@ -212,7 +214,7 @@ def _float_factors(kind: int) -> tuple[Tensor, Tensor]:
     values = random_values(48, 3 * GROUP).mul_(torch.logspace(-3, 1, 3 * GROUP)).to(dtype)
     tiles = to_float_tiles(values, random_values(1, 48, 3)[0] if kind == E4M3 else None)
     assert tiles is not None
-    return random_values(19, 3 * GROUP), tiles
+    return random_values(CASE_ROWS, 3 * GROUP), tiles
 
 
 def _rows(kernel: Kernel) -> Results:
@@ -240,6 +242,7 @@ def _product(kernel: Kernel, input_bits: int = WORD_BITS) -> Results:
 
 def _product_in_tiles(kernel: Kernel) -> Results:
     x, tiles = _factors(kernel.number)
+    x = x[: TILE_ROWS + 3]
     workspace = torch.empty(workspace_bytes(*x.shape), dtype=torch.int8)
     actual, expected = unwritten(2, len(x), 48)
     _, arguments = chunk_call(x, 0, tiles, actual, workspace, add=False)

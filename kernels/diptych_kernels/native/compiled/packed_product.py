@@ -11,7 +11,9 @@ from diptych_kernels.native.arguments import PackedProduct, record_of
 from diptych_kernels.native.compiled.packed_tile import (
     FACTOR_BYTES,
     FLOAT,
+    MOST_ROWS,
     TILES,
+    TOGETHER,
     WORD,
     tile_product,
 )
@@ -21,9 +23,6 @@ from diptych_kernels.native.compiled.vectors import LANES
 from diptych_kernels.native.tile_layout import GROUP, group_bytes
 
 ARGUMENTS = record_of(PackedProduct)
-LARGEST_BLOCK = 4
-"""Rows that are computed together, a power of two. The last rows are computed in ever smaller
-blocks."""
 
 
 def entry(bits, size=WORD):
@@ -69,28 +68,43 @@ def entry(bits, size=WORD):
 
 def _columns_product(num_tiles, bits, size):
     """Return a function that computes all rows of some tiles."""
-    four, two, one = (tile_product(num_rows, num_tiles, bits, size) for num_rows in (4, 2, 1))
+    four, two, one = (tile_product(rows, num_tiles, bits, size) for rows in (TOGETHER, 2, 1))
+    many = four
+    if MOST_ROWS > TOGETHER:
+        many = tile_product(TOGETHER, num_tiles, bits, size, in_memory=True)
 
     @njit
     def columns_product(tiles, groups, inputs, factors, target, stride, add, rows):
         row = 0
-        while row + 4 <= rows:
-            four(tiles, groups, inputs, factors, target, stride, add, row)
-            row += 4
-        if row + 2 <= rows:
-            two(tiles, groups, inputs, factors, target, stride, add, row)
-            row += 2
-        if row < rows:
-            one(tiles, groups, inputs, factors, target, stride, add, row)
+        while row < rows:
+            count = _block_size(rows - row)
+            if count > TOGETHER:
+                many(tiles, groups, inputs, factors, target, stride, add, row, count)
+            elif count == TOGETHER:
+                four(tiles, groups, inputs, factors, target, stride, add, row, count)
+            elif count == 2:
+                two(tiles, groups, inputs, factors, target, stride, add, row, count)
+            else:
+                one(tiles, groups, inputs, factors, target, stride, add, row, count)
+            row += count
 
     return columns_product
 
 
 @njit
+def _block_size(left):
+    """How many of the rows that are left are computed next."""
+    if left >= TOGETHER:
+        return min(left // TOGETHER * TOGETHER, MOST_ROWS)
+    return min(left, 2)
+
+
+@njit
 def _block_of(row, rows):
     """The first of the rows that a row is computed with, and how many they are."""
-    first, size = 0, LARGEST_BLOCK
-    while row >= first + ((rows - first) & -size):  # of the rows from `first` on, those in blocks
-        first += (rows - first) & -size
-        size //= 2
-    return first + ((row - first) & -size), size
+    first = row // MOST_ROWS * MOST_ROWS
+    size = _block_size(rows - first)
+    while row >= first + size:
+        first += size
+        size = _block_size(rows - first)
+    return first, size

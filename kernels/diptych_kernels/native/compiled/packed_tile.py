@@ -7,8 +7,11 @@ have 8 bits it has four of them, a quad.
 
 from __future__ import annotations
 
+import itertools
+
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
 from diptych_kernels.native.compiled.vectors import (
@@ -58,78 +61,130 @@ WIDTH = LANES if HAS_WORD_DOTS else LANES // 2
 VECTORS = 2
 """Vectors that are computed together: each pair of inputs is read once for both. More, or more than
 four rows of them, leave no registers for unpacked levels."""
+TOGETHER = 4
+"""Rows that are computed together, if there are so many."""
+MOST_ROWS = TOGETHER if HAS_WORD_DOTS else 64
+"""Rows for which levels are unpacked once, in memory if these are more than those together. With
+512 bits that gains nothing: unpacking mostly takes the units that products leave free."""
 TILES = VECTORS * WIDTH // LANES
 """Tiles that these vectors fill."""
 INTS, FLOATS = ir.VectorType(INT32, WIDTH), ir.VectorType(FLOAT32, WIDTH)
 WORDS, HALVES = ir.VectorType(INT16, 2 * WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
+VECTOR = WIDTH * FLOAT
+"""Size, in bytes, of each of these."""
 
 
-def tile_product(num_rows, num_tiles, bits, size):
-    """Return a function that computes the rows from `row` to `row + num_rows` of some tiles.
+def tile_product(num_rows, num_tiles, bits, size, in_memory=False):
+    """Return a function that computes the rows from `row` to `row + count` of some tiles,
+    `num_rows` together. So many are `count`, or if levels are unpacked `in_memory` a multiple of
+    it up to `MOST_ROWS`.
 
-    tiles: levels of `bits` bits and their factors, group after group. inputs: [groups, num_rows,
-    32] of `size` bytes, those of these rows after those of the rows before, so that all are close
-    in memory.
-    factors: likewise [groups, num_rows, 4] float32: a group's scale, its scaled sum, and those of
-    its halves. out: [rows, 16 num_tiles] float32, `stride` bytes from row to row; added to if
-    `add`.
+    tiles: levels of `bits` bits and their factors, group after group. inputs: [groups, count, 32]
+    of `size` bytes, those of these rows after those of the rows before, so that all are close in
+    memory.
+    factors: likewise [groups, count, 4] float32: a group's scale, its scaled sum, and those of its
+    halves. out: [rows, 16 num_tiles] float32, `stride` bytes from row to row; added to if `add`.
     """
 
     @intrinsic
-    def product(context, tiles, groups, inputs, factors, out, stride, add, row):
+    def product(context, tiles, groups, inputs, factors, out, stride, add, row, count):
         def generate(context, builder, signature, arguments):
-            tiles, groups, inputs, factors, out, stride, add, row = arguments
+            tiles, groups, inputs, factors, out, stride, add, row, count = arguments
             before = builder.mul(row, groups)  # groups of other rows
             inputs = at(builder, inputs, before, GROUP * size)
             factors = at(builder, factors, before, FACTOR_BYTES)
-            rows = [builder.add(row, INT64(index)) for index in range(num_rows)]
+            out = at(builder, out, row, stride)
             tile_bytes = builder.mul(groups, INT64(group_bytes(bits)))
             vectors = [
                 (at(builder, tiles, INT64(tile), tile_bytes), lane)
                 for tile in range(num_tiles)
                 for lane in range(0, LANES, WIDTH)
             ]
-            sums = _sum_groups(builder, bits, size, vectors, groups, inputs, factors, num_rows)
-            for index, own in enumerate(sums):
-                target = builder.add(out, INT64(index * WIDTH * FLOAT))
-                _put(builder, own, target, stride, add, rows)
+            if not in_memory:
+                count = INT64(num_rows)
+            sums = _sum_groups(
+                builder, bits, size, vectors, groups, inputs, factors, num_rows, count, in_memory
+            )
+            _put(builder, sums, len(vectors), num_rows, count, out, stride, add)
             return context.get_dummy_value()
 
-        return types.void(*(types.int64,) * 8), generate
+        return types.void(*(types.int64,) * 9), generate
 
     return product
 
 
-def _sum_groups(builder, bits, size, vectors, groups, inputs, factors, num_rows):
-    """A loop over groups; returns the sums of each row, for each vector of columns. A vector is
-    given as its tile and its first lane there."""
+def _sum_groups(builder, bits, size, vectors, groups, inputs, factors, num_rows, count, in_memory):
+    """A loop over groups, and in it one over blocks of rows. A vector is given as its tile and its
+    first lane there. Returns the address of the sums: [blocks, vectors, num_rows] vectors."""
+    of_block = num_rows * len(vectors)
+    sums = _memory(builder, MOST_ROWS // TOGETHER * of_block)
+    levels = _memory(builder, len(vectors) * GROUP * size // FLOAT)
+    blocks = builder.udiv(count, INT64(num_rows))
 
-    def of_vectors(sums):
-        return [sums[first : first + num_rows] for first in range(0, len(sums), num_rows)]
+    def begin(block, values):
+        own = at(builder, sums, block, of_block * VECTOR)
+        for index in range(of_block):
+            store(builder, zeros(FLOATS), own, index * VECTOR)
+        return values
 
-    def add_group(group, sums):
+    def add_group(group, values):
         weights = [(at(builder, tile, group, group_bytes(bits)), lane) for tile, lane in vectors]
-        own_inputs = at(builder, inputs, group, num_rows * GROUP * size)
-        own_factors = at(builder, factors, group, num_rows * FACTOR_BYTES)
-        added = _add_group(builder, bits, size, weights, own_inputs, own_factors, of_vectors(sums))
-        return [total for own in added for total in own]
+        parts = [
+            [_parts(builder, own, lane, bits, size, span) for own, lane in weights]
+            for span in range(GROUP // SPANS[bits])
+        ]
+        if in_memory:
+            parts = _in_memory(builder, parts, levels)
+        before = builder.mul(group, count)
 
-    return of_vectors(repeat(builder, groups, [zeros(FLOATS)] * num_rows * len(vectors), add_group))
+        def add_block(block, values):
+            row = builder.add(before, builder.mul(block, INT64(num_rows)))
+            own_inputs = at(builder, inputs, row, GROUP * size)
+            own_factors = at(builder, factors, row, FACTOR_BYTES)
+            own = at(builder, sums, block, of_block * VECTOR)
+            _add_group(builder, bits, size, weights, parts, own_inputs, own_factors, own, num_rows)
+            return values
+
+        return repeat(builder, blocks, values, add_block)
+
+    repeat(builder, blocks, [], begin)
+    repeat(builder, groups, [], add_group)
+    return sums
 
 
-def _add_group(builder, bits, size, weights, inputs, factors, sums):
-    """sums, and the result: of each vector, those of its rows."""
-    spans, num_rows = GROUP // SPANS[bits], len(sums[0])
+def _memory(builder, number):
+    """The address of memory for so many vectors, on the stack."""
+    memory = alloca_once(builder, INTS, number)
+    memory.align = VECTOR
+    return builder.ptrtoint(memory, INT64)
+
+
+def _in_memory(builder, parts, address):
+    """Put levels into memory, from which all blocks of rows read them."""
+    offsets = itertools.count(0, VECTOR)
+
+    def put(own):
+        kept = []
+        for place, levels in own:
+            kept.append((place, next(offsets)))
+            store(builder, levels, address, kept[-1][1])
+        return ((place, load(builder, address, WORDS, offset)) for place, offset in kept)
+
+    return [[put(own) for own in of_span] for of_span in parts]
+
+
+def _add_group(builder, bits, size, weights, parts, inputs, factors, sums, num_rows):
+    """Add to sums in memory: of each vector, those of its rows."""
 
     def factor(row, place):
         number = load(builder, factors, FLOAT32, row * FACTOR_BYTES + place * FLOAT)
         return everywhere(builder, number, WIDTH)
 
     # The scale of a row is that of all spans, so the row is multiplied with it once.
-    products = [[zeros(FLOATS)] * num_rows for _ in weights]
-    for span in range(spans):
-        dots = _dots(builder, bits, size, weights, inputs, num_rows, span)
-        place = 1 if spans == 1 else 2 + span
+    totals, products = ([[None] * num_rows for _ in weights] for _ in range(2))
+    for span, of_span in enumerate(parts):
+        dots = _dots(builder, size, of_span, inputs, num_rows)
+        place = 1 if len(parts) == 1 else 2 + span
         for vector, (own, lane) in enumerate(weights):
             first = group_bytes(bits) - factor_bytes(bits) + (2 * span * LANES + lane) * HALF
             scales, offsets = (
@@ -138,27 +193,24 @@ def _add_group(builder, bits, size, weights, inputs, factors, sums):
             )
             for row in range(num_rows):
                 dot = builder.sitofp(dots[vector][row], FLOATS)
-                total = sums[vector][row]
-                sums[vector][row] = multiply_add(builder, factor(row, place), offsets, total)
-                products[vector][row] = (
-                    multiply_add(builder, dot, scales, products[vector][row])
-                    if span
-                    else builder.fmul(dot, scales)
-                )
-    return [
-        [
-            multiply_add(builder, product, factor(row, 0), total)
-            for row, (product, total) in enumerate(zip(*own, strict=True))
-        ]
-        for own in zip(products, sums, strict=True)
-    ]
+                if span:
+                    total = totals[vector][row]
+                    product = multiply_add(builder, dot, scales, products[vector][row])
+                else:
+                    total = load(builder, sums, FLOATS, (vector * num_rows + row) * VECTOR)
+                    product = builder.fmul(dot, scales)
+                totals[vector][row] = multiply_add(builder, factor(row, place), offsets, total)
+                products[vector][row] = product
+    for vector in range(len(weights)):
+        for row in range(num_rows):
+            own = products[vector][row], factor(row, 0), totals[vector][row]
+            store(builder, multiply_add(builder, *own), sums, (vector * num_rows + row) * VECTOR)
 
 
-def _dots(builder, bits, size, weights, inputs, num_rows, span):
+def _dots(builder, size, parts, inputs, num_rows):
     """Sums of the columns that share factors, as `_add_group` has them. Inputs outside, rows
     inside: sums of different rows do not wait for each other."""
-    dots = [[zeros(INTS)] * num_rows for _ in weights]
-    parts = [_parts(builder, own, lane, bits, size, span) for own, lane in weights]
+    dots = [[None] * num_rows for _ in parts]
     for found in zip(*parts, strict=True):
         for row in range(num_rows):
             part = load(builder, inputs, INT32, row * GROUP * size + found[0][0])
@@ -175,29 +227,33 @@ def _parts(builder, weights, lane, bits, size, span):
     first quad, the next ones one of the second. The upper byte of a word holds values 1 or 3.
     """
     of_byte = 1 if bits == BYTE else BYTE // LOW_BITS
-    of_part = BYTE // of_byte
     for index in range(QUADS // of_byte):
         vector = load(builder, weights, WORDS, (index * LANES + lane) * QUAD)
-        for number in range(size * of_byte):
-            odd, second = divmod(number, of_byte)
+        for second in range(of_byte):
             quad = index + second * QUADS // of_byte
             if quad * QUAD // SPANS[bits] != span:
                 continue
-            levels = builder.lshr(vector, _word(number * of_part)) if number else vector
-            if of_part < BYTE * size and number < 2 * of_byte - 1:
-                levels = builder.and_(levels, _mask((1 << of_part) - 1, size))
-            if bits > of_part:
-                levels = builder.or_(levels, _tops(builder, weights, lane, size, quad, odd))
-            yield (quad * QUAD + ORDER.index(odd)) * size, levels
+            levels = builder.lshr(vector, _word(LOW_BITS)) if second else vector
+            if bits < BYTE:
+                levels = builder.and_(levels, _bytes((1 << LOW_BITS) - 1))
+            if LOW_BITS < bits < BYTE:
+                levels = builder.or_(levels, _tops(builder, weights, lane, quad))
+            if size < WORD:
+                yield quad * QUAD * size, levels
+                continue
+            for odd, own in enumerate(
+                (builder.and_(levels, _word((1 << BYTE) - 1)), builder.lshr(levels, _word(BYTE)))
+            ):
+                yield (quad * QUAD + ORDER.index(odd)) * size, own
 
 
-def _tops(builder, weights, lane, size, quad, odd):
+def _tops(builder, weights, lane, quad):
     """The highest two bits of 6-bit levels, where they belong."""
     place = QUADS // 2 + quad % (QUADS // 2) // 2
     vector = load(builder, weights, WORDS, (place * LANES + lane) * QUAD)
-    down = odd * BYTE + top_bit(quad) - LOW_BITS
+    down = top_bit(quad) - LOW_BITS
     moved = builder.lshr(vector, _word(down)) if down > 0 else builder.shl(vector, _word(-down))
-    return builder.and_(moved, _mask(TOP << LOW_BITS, size))
+    return builder.and_(moved, _bytes(TOP << LOW_BITS))
 
 
 def _word(number):
@@ -205,36 +261,59 @@ def _word(number):
     return ir.Constant(WORDS, [INT16(number)] * WORDS.count)
 
 
-def _mask(number, size):
-    """The bits of a byte in everything that has `size` bytes."""
-    return _word(number if size == WORD else number << BYTE | number)
+def _bytes(number):
+    """A number in every byte."""
+    return _word(number << BYTE | number)
 
 
 def _add_dots(builder, size, sums, levels, inputs):
-    """Add the product of two pairs of words, or of two quads of bytes, in each lane.
+    """Add the product of two pairs of words, or of two quads of bytes, in each lane; `sums` is None
+    if there are none yet.
 
-    With AVX2, which has words only, in the words of assembly: LLVM computes products long before it
-    adds them, and there are no registers for them.
+    With AVX2, which has words only, in the words of assembly, which LLVM leaves in their order: it
+    computes products long before it adds them, and one vector's long before another's, and there
+    are no registers for them.
     """
     levels = builder.bitcast(levels, INTS)
     if HAS_WORD_DOTS:
         kind = ir.FunctionType(INTS, [INTS] * 3)
         name = "vpdpwssd" if size == WORD else "vpdpbusd"
         add_dots = function(builder, f"llvm.x86.avx512.{name}.512", kind)
-        return builder.call(add_dots, [sums, levels, inputs])
-    kind = ir.FunctionType(ir.LiteralStructType([INTS, INTS]), [INTS] * 3)
+        return builder.call(add_dots, [zeros(INTS) if sums is None else sums, levels, inputs])
+    if sums is None:
+        return _assembled(builder, INTS, "vpmaddwd $2, $1, $0", "=x,x,x", [levels, inputs])
+    both = ir.LiteralStructType([INTS, INTS])
     words = "vpmaddwd $3, $2, $1\n\tvpaddd $1, $0, $0"
-    both = builder.call(ir.InlineAsm(kind, words, "=x,=&x,x,x,0"), [levels, inputs, sums])
+    both = _assembled(builder, both, words, "=x,=&x,x,x,0", [levels, inputs, sums])
     return builder.extract_value(both, 0)
 
 
-def _put(builder, sums, out, stride, add, rows):
-    targets = [at(builder, out, row, stride) for row in rows]
-    with builder.if_else(builder.icmp_signed("!=", add, INT64(0))) as (adds, replaces):
-        with adds:
-            for total, target in zip(sums, targets, strict=True):
-                own = load(builder, target, FLOATS)
-                store(builder, builder.fadd(own, total), target)
-        with replaces:
-            for total, target in zip(sums, targets, strict=True):
-                store(builder, total, target)
+def _assembled(builder, kind, words, places, values):
+    of_call = ir.FunctionType(kind, [INTS] * len(values))
+    return builder.call(ir.InlineAsm(of_call, words, places, side_effect=True), values)
+
+
+def _put(builder, sums, num_vectors, num_rows, count, out, stride, add):
+    """Put all sums where they belong, block after block."""
+
+    def put_block(block, values):
+        first = builder.mul(block, INT64(num_rows))
+        rows = [at(builder, out, builder.add(first, INT64(row)), stride) for row in range(num_rows)]
+        targets = [
+            builder.add(row, INT64(vector * VECTOR))
+            for vector in range(num_vectors)
+            for row in rows
+        ]
+        own = at(builder, sums, first, num_vectors * VECTOR)
+        totals = [load(builder, own, FLOATS, n * VECTOR) for n in range(len(targets))]
+        with builder.if_else(builder.icmp_signed("!=", add, INT64(0))) as (adds, replaces):
+            with adds:
+                for total, target in zip(totals, targets, strict=True):
+                    there = load(builder, target, FLOATS)
+                    store(builder, builder.fadd(there, total), target)
+            with replaces:
+                for total, target in zip(totals, targets, strict=True):
+                    store(builder, total, target)
+        return values
+
+    repeat(builder, builder.udiv(count, INT64(num_rows)), [], put_block)
