@@ -265,8 +265,8 @@ class Picture:
     """A state of the page that the documents show."""
 
     show: Callable[[Scene], object]
-    scheme: str = "light"
-    viewport: Mapping[str, int] = field(default_factory=lambda: DESK)
+    scheme: Any = "light"
+    viewport: Any = field(default_factory=lambda: DESK)
 
 
 PICTURES: Final[Mapping[str, Picture]] = {
