@@ -186,7 +186,7 @@ def test_nothing_is_fetched_only_because_it_costs_nearly_the_same() -> None:
 
 
 DISK_S: Final = 0.01
-"""Of a disk that has been used: before each read, and for a token of it."""
+"""What each read from disk takes, beside its tokens."""
 
 
 def with_a_disk(token_s: float) -> Fleet:
