@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,12 @@ async def test_a_router_that_comes_later_is_told_everything(
         later.shutdown()
 
 
+def extended_hashes(token_ids: list[int]) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, token_ids, 16, None)
+    return hashes
+
+
 def known_to_be_remembered(service: Service, prompt: str) -> set[int]:
     """How much of a prompt, in blocks, the router takes some engine to remember."""
     pools = service.router.pools
@@ -167,36 +174,69 @@ def known_to_be_remembered(service: Service, prompt: str) -> set[int]:
     return {pools.fleet.known.num_cached(link.key, keys_of(hashes)) for link in links}
 
 
-async def test_what_is_on_disk_is_known_too_where_memory_has_less(
+async def test_a_prompt_goes_where_its_beginning_is_on_disk_and_is_read_there(
     smollm2: str, keys_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    small = {"num_blocks": 40, "max_model_len": 512}
+    small = {"num_blocks": 48, "max_model_len": 512}
     configs = (
         engine_config("on-disk", smollm2, **small, kv_disk_bytes=1 << 30),
+        engine_config("blank", smollm2, **small),
         engine_config("forgetful", smollm2, **small, enable_prefix_caching=False),
     )
     started = await asyncio.gather(*(start_engine(config, keys_dir) for config in configs))
-    [(engine, at), (forgetful, at_d)] = started
+    [(engine, at), (blank, at_b), (forgetful, at_d)] = started
     keys = read_keys(keys_dir)
     router = make_router(
-        smollm2, at, at_d, lambda: [keys], policy="prefix_aware", disaggregate="always"
+        smollm2, f"{at},{at_b}", at_d, lambda: [keys], policy="prefix_aware", disaggregate="always"
     )
+    prompts = [f"{number} " + "word " * 300 for number in range(4)]
+    tokens = [router.renderer.render_prompt(prompt)["prompt_token_ids"] for prompt in prompts]
+    stored = (len(tokens[0]) - 1) // 16 * 16
+
+    async def are_on_disk(count: int) -> bool:
+        return (await engine.refresh_stats()).disk_blocks >= count
+
+    names = keys_of(extended_hashes(tokens[0][:-1]))
+    pools = router.pools
+
+    def known(stored: bool) -> list[int]:
+        """How many blocks of the first prompt each prefill engine has, by what the router knows."""
+        links = [link for link in pools.of("prefill") if pools.usable(link)]
+        return sorted(pools.fleet.known.num_cached(x.key, names, stored=stored) for x in links)
+
     router.start()
     try:
         await healthy(router)
-        for number in range(4):
-            await generate(router, f"{number} " + "word " * 300, max_tokens=1)
-
-        async def knows_all() -> bool:
-            there = (await engine.refresh_stats()).disk_blocks
-            return remembered_blocks(router) >= there > small["num_blocks"]
-
-        await eventually(knows_all)
+        await eventually(lambda: len(known(False)) == 2)
+        for number, ids in enumerate(tokens, 1):  # by the end memory has no room for the first
+            await generate(engine, {"prompt_token_ids": ids}, max_tokens=1)
+            await eventually(partial(are_on_disk, number * stored // 16))
+        expected = await generate(blank, {"prompt_token_ids": tokens[0]}, max_tokens=8)
+        await eventually(blank.reset_prefix_cache)
+        await eventually(lambda: (known(False), known(True)) == ([0, 0], [0, stored // 16]))
+        read = (await engine.refresh_stats()).disk_tokens
+        # A turn of one token, before the one that is wanted, brings what that will need.
+        ahead = await generate(router, prompts[0], max_tokens=1, pin_s=300)
+        assert ahead.metrics["prefill"] == "on-disk"
+        assert ahead.num_cached_tokens == stored
+        read += stored
+        assert (await engine.refresh_stats()).disk_tokens == read
+        chosen = next(iter(router.table.records)).attempts[0].decision
+        assert chosen.terms["read_s"] > 0
+        await eventually(lambda: pools.links[chosen.decode].row["told_reads"] > 0)
+        for prompt in prompts[2:]:  # others have their memory, but for what is pinned
+            await generate(router, prompt, max_tokens=1)
+        others = (await engine.refresh_stats()).disk_tokens
+        answer = await generate(router, prompts[0], max_tokens=8)
+        assert answer.metrics["prefill"] == "on-disk"
+        assert answer.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert answer.num_cached_tokens == stored
+        assert (await engine.refresh_stats()).disk_tokens == others, "nothing had to be read"
     finally:
         router.shutdown()
-        engine.shutdown()
-        forgetful.shutdown()
+        for each in (engine, blank, forgetful):
+            each.shutdown()
 
 
 async def test_what_engines_forget_the_router_forgets(service: Service, eventually: Any) -> None:

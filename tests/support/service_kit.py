@@ -228,7 +228,7 @@ def link_of(client: PoolClient, core: Core) -> EngineLink:
 
 
 async def generate(
-    client: AsyncLLM | PoolClient, prompt: PromptType, **params: object
+    client: AsyncLLM | PoolClient, prompt: PromptType, *, pin_s: int = 0, **params: object
 ) -> RequestOutput:
     """The final output of one request."""
     wanted = SamplingParams(
@@ -236,7 +236,7 @@ async def generate(
         **{"temperature": 0.0, "max_tokens": 16, **params},  # type: ignore[arg-type]
     )
     final = None
-    async for output in client.generate(prompt, wanted, "test"):
+    async for output in client.generate(prompt, wanted, "test", pin_s=pin_s):
         final = output
     assert final is not None
     return final
