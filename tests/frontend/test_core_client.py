@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import socket
 import struct
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from waits import FOR_EVER_S
 
 from diptych_frontend.core_client import client as module
 from diptych_frontend.core_client.client import CoreClient, NotConnectedError, open_dealer
+from diptych_frontend.core_client.launcher import socket_folder
 from diptych_protocol import EngineCoreOutputs, EngineDeadError, wire
 
 
@@ -89,3 +93,16 @@ def test_a_core_that_loads_long_on_this_machine_is_looked_for_as_often_as_at_fir
     """ZMQ would wait twice as long after each attempt: at the end of a start, for a second."""
     with open_dealer("ipc://core", None) as socket:
         assert socket.getsockopt(zmq.RECONNECT_IVL_MAX) == 0
+
+
+def test_a_long_name_of_the_folder_for_temporary_files_leaves_room_for_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    folder = socket_folder("diptych-ranks-")
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "rank-1023"))
+    finally:
+        shutil.rmtree(folder)

@@ -10,7 +10,6 @@ import select
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from diptych_engine.parallel.steps import (
     frames_of,
 )
 from diptych_engine.scheduling.request import Pending, StepPlan
+from diptych_frontend.core_client.launcher import socket_folder
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError, UtilityError
 from diptych_protocol.arrays import Frame
@@ -70,7 +70,7 @@ class LeadRunner(ModelRunner):
         does not start.
         """
         size = config.tensor_parallel_size
-        directory = Path(tempfile.mkdtemp(prefix="diptych-ranks-"))
+        directory = socket_folder("diptych-ranks-")
         self._call_ids = itertools.count(1)
         self._context = zmq.Context()
         self._workers: list[WorkerProcess] = []

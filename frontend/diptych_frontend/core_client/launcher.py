@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -27,6 +27,8 @@ START_TIMEOUT_S = 600.0
 """How long a core may take to load its model."""
 TERMINATE_GRACE_S = 5.0
 CORE = "diptych_engine.serving.core_process"
+LONGEST_FOLDER: Final = 70
+"""In bytes: the name of a socket may have 107, with all that is below the folder."""
 
 
 class Core(Protocol):
@@ -120,7 +122,7 @@ class CoreProcess:
             self.process = subprocess.Popen(command, stdin=stdin)
 
     def _make_endpoint(self) -> str:
-        self._directory = Path(tempfile.mkdtemp(prefix="diptych-core-"))
+        self._directory = socket_folder("diptych-core-")
         self.endpoint = f"ipc://{self._directory}/core"
         return self.endpoint
 
@@ -216,6 +218,12 @@ class AdoptedCore:
         if self._watch is not None:
             os.close(self._watch)
             self._watch = None
+
+
+def socket_folder(prefix: str) -> Path:
+    """Make a folder for sockets that only this user can enter."""
+    short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=None if short else "/tmp"))
 
 
 @contextlib.contextmanager
