@@ -301,7 +301,7 @@ def test_one_answer_looks_as_in_the_documents_in_each_scheme_and_on_a_phone(
     look(scene, "page-first")
     scene.answered()
     for name in ("page-light", "page-phone", "page-dark", "page-tour"):
-        picture = PICTURES[name]
+        picture: Any = PICTURES[name]
         scene.page.set_viewport_size(picture.viewport)
         scene.page.emulate_media(color_scheme=picture.scheme)
         if name == "page-tour":
