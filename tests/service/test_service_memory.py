@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from browser_kit import served
+from engine_kit.control import Owner
+from engine_kit.core import generate
 from free_ports import free_port
 from model_kit.questions import WHOLE
 from processes import running
@@ -19,7 +22,7 @@ from waits import PATIENCE_S
 from diptych.known_models import DEFAULT
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_kernels.packed_product import is_available
-from diptych_protocol import EngineConfig
+from diptych_protocol import EngineConfig, StructuredOutputsParams
 
 ENGINE_MIB, SERVICE_MIB = 440, 1500
 
@@ -58,6 +61,16 @@ def test_an_engine_that_gets_tokens_only_has_no_tokenizer_in_memory(smollm2: str
     config = EngineConfig(smollm2)
     assert InputProcessor.of(config).renderer.tokenizer is not None
     assert InputProcessor.of(config, reads_texts=False).renderer.tokenizer is None
+
+
+def test_only_an_engine_that_was_asked_for_a_form_has_its_tables_in_memory(smollm2: str) -> None:
+    owner = Owner(model=smollm2, weight_packing="auto")
+    grammars: Any = owner.core.grammars
+    generate(owner.core, [1, 2, 3], max_tokens=2)
+    assert "tokens" not in vars(grammars._vocabulary.result())
+    form = StructuredOutputsParams(regex="[0-9]{3}")
+    assert len(generate(owner.core, [1, 2, 3], max_tokens=8, structured_outputs=form)) > 1
+    assert "tokens" in vars(grammars._vocabulary.result())
 
 
 @pytest.mark.slow

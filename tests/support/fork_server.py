@@ -331,7 +331,7 @@ def _prepare() -> None:
     for module in (grammar_compiler, renderer):
         vars(module)["load_tokenizer"] = loaded
     grammar_compiler._vocabulary = cache(grammar_compiler._vocabulary)
-    grammar_compiler._vocabulary(source, "auto")
+    _ = grammar_compiler._vocabulary(source, "auto").digits
 
 
 def main(asked: socket.socket, imported: list[str]) -> None:

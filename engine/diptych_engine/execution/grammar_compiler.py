@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Final
 
@@ -32,6 +33,7 @@ from diptych_frontend.text.structured_outputs import (
     parser_limits,
     reason_of,
 )
+from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     DiptychError,
@@ -56,21 +58,31 @@ class HopelessFormError(InvalidRequestError):
         super().__init__(f"{FIELD}: {reason}", param=FIELD)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Vocabulary:
-    digest: str
-    """`EngineDescription.vocabulary`."""
-    tokens: LLTokenizer
+    tokenizer: Tokenizer
+    size: int
+    ends: list[int]
     reasoning: ReasoningTokens | None
     """None if reasoning is not separated."""
-    digits: Digits
+
+    @cached_property
+    def tokens(self) -> LLTokenizer:
+        """The same as llguidance wants them: 35 to 80 MiB, and up to a second with the GIL. Engines
+        whose answers are free never have it."""
+        text = self.tokenizer.backend.to_str()
+        return LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
+
+    @cached_property
+    def digits(self) -> Digits:
+        return Digits.of(self.tokens)
 
 
 class GrammarCompiler:
     """Compiles for one engine core. Only the core's thread calls `begin` and `finished`."""
 
     def __init__(self, source: ModelSource, reasoning_parser: ReasoningParserName = "auto") -> None:
-        """Begin to prepare the model's vocabulary, which takes up to a second.
+        """Begin to load the model's vocabulary.
 
         reasoning_parser: see `EngineConfig.reasoning_parser`.
         """
@@ -86,11 +98,10 @@ class GrammarCompiler:
         """Readable when `finished` has something to tell."""
 
     def wait_until_ready(self) -> str:
-        """Wait until the vocabulary is prepared: that holds the GIL, so it must not
-        happen later. Returns `EngineDescription.vocabulary`."""
+        """Wait until the vocabulary is loaded. Returns `EngineDescription.vocabulary`."""
         reason = self._vocabulary.exception()
         if reason is None:
-            return self._vocabulary.result().digest
+            return self._vocabulary.result().tokenizer.vocabulary
         log.info("no structured outputs: %s", reason)
         return ""
 
@@ -107,7 +118,6 @@ class GrammarCompiler:
         if reason is not None:
             raise HopelessFormError(str(reason)) from reason
         self._see_reasoning(request)
-        request.digits = self._vocabulary.result().digits if is_json(form) else None
         key = encode_form(form)
         grammar = self._known.get(key)
         if grammar is None:
@@ -117,8 +127,12 @@ class GrammarCompiler:
             self._waiting[key].append(request)
             return False
         self._known.move_to_end(key)
-        request.grammar = grammar
+        self._give(request, form, grammar)
         return True
+
+    def _give(self, request: Request, form: StructuredOutputsParams, grammar: LLMatcher) -> None:
+        request.grammar = grammar
+        request.digits = self._vocabulary.result().digits if is_json(form) else None
 
     def _see_reasoning(self, request: Request) -> None:
         """Find out what may stand before the part of its output that has the form."""
@@ -148,7 +162,9 @@ class GrammarCompiler:
             if grammar is not None:
                 self._remember(key, grammar)
             for request in self._waiting.pop(key):
-                request.grammar = grammar
+                form = request.params.structured_outputs
+                if grammar is not None and form is not None:
+                    self._give(request, form, grammar)
                 told.append((request, HopelessFormError(reason) if reason else None))
         return told
 
@@ -165,8 +181,11 @@ class GrammarCompiler:
         """In the compiler's thread."""
         grammar = None
         try:
-            tokens = self._vocabulary.result().tokens
-            grammar = LLMatcher(tokens, grammar_of(form), log_level=0, limits=parser_limits())
+            vocabulary = self._vocabulary.result()
+            _ = vocabulary.digits  # the first form has the vocabulary prepared
+            grammar = LLMatcher(
+                vocabulary.tokens, grammar_of(form), log_level=0, limits=parser_limits()
+            )
             if not grammar.is_error():
                 # The first mask is the dearest, and shows what the limits do not allow.
                 grammar.compute_bitmask()
@@ -179,7 +198,7 @@ class GrammarCompiler:
 
 
 def _vocabulary(source: ModelSource, reasoning_parser: ReasoningParserName) -> Vocabulary:
-    """The model's tokens as llguidance wants them. Raises `ValueError` if it has none."""
+    """Raises `ValueError` if the model's answers can have no form."""
     try:
         tokenizer = load_tokenizer(source)
     except DiptychError as exc:
@@ -191,10 +210,6 @@ def _vocabulary(source: ModelSource, reasoning_parser: ReasoningParserName) -> V
         raise ValueError("this model has no token that ends an answer")
     size = source.config.vocab_size
     style = format_of(reasoning_parser, tokenizer.chat_template)
-    tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
-    return Vocabulary(
-        tokenizer.vocabulary,
-        tokens,
-        None if style is None else ReasoningTokens.of(style, tokenizer, size, ends),
-        Digits.of(tokens),
-    )
+    _ = tokenizer.vocabulary  # in this thread
+    reasoning = None if style is None else ReasoningTokens.of(style, tokenizer, size, ends)
+    return Vocabulary(tokenizer, size, ends, reasoning)

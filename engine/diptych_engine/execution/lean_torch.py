@@ -3,7 +3,7 @@
 Torch describes its operators once more in Python, for tensors without data and for `torch.compile`.
 These descriptions take as much of a start as all modules of ours. Only others' code needs them,
 such as a worker extension: they are imported before that is, or when torch compiles. So is what
-exports models.
+exports or quantises models, and what draws from distributions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from typing import Any, Final
 DESCRIPTIONS: Final = "torch._meta_registrations"
 """The last module that `import torch` imports. What it imports ends in a circle if anything else
 imports it first."""
-LATER: Final = ("torch.export", DESCRIPTIONS)
+LATER: Final = (
+    "torch.distributions", "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable",
+    "torch.nn.quantized", "torch.quantization", "torch.export", DESCRIPTIONS,
+)  # fmt: skip
+"""In torch's order."""
 COMPILERS: Final = ("torch._dynamo", "torch._inductor")
 
 
@@ -52,7 +56,7 @@ def _of_the_whole(module: str, name: str) -> Any:
     if name.startswith("__") and name != "__path__":  # `inspect` looks through all modules
         raise AttributeError(name)
     whole_torch()
-    return getattr(sys.modules[module], name)
+    return getattr(importlib.import_module(module), name)
 
 
 def start_lean() -> None:

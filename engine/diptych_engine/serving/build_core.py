@@ -19,7 +19,7 @@ from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.execution.placement import choose_device, choose_dtype
-from diptych_engine.execution.processor import keep_freed_memory
+from diptych_engine.execution.processor import give_freed_memory_back, keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.execution.worker_extension import named
 from diptych_engine.handoff.block_copies import for_the_hinge
@@ -196,6 +196,7 @@ def build_core(
     runner, files = start_runner(config, source, stand_by)
     runner.warm_up()
     vocabulary = grammars.wait_until_ready()
+    give_freed_memory_back()  # of the header, most of all
     description = EngineDescription(
         engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
         epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",

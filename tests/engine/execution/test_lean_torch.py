@@ -14,7 +14,7 @@ from waits import PATIENCE_S
 LATE = {
     *("PIL", "grpc", "httpx", "kubernetes", "numba", "opentelemetry", "scipy", "starlette"),
     *("torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._refs"),
-    *("jinja2", "torch.export.unflatten"),
+    *("jinja2", "torch.ao.quantization", "torch.distributions.normal", "torch.export.unflatten"),
     *("transformers", "uvicorn", "xgrammar"),
 }
 """What no core needs for a token."""
@@ -43,6 +43,9 @@ THEN = {
     "a compiler": "import torch._dynamo",
     "an export": "torch.export.export",
     "a part of what exports": "from torch.export import unflatten",
+    "what quantises": "torch.nn.quantized.Linear",
+    "a part of it": "import torch.nn.intrinsic.qat",
+    "a distribution": "torch.distributions.Normal(0, 1)",
 }
 """What makes torch whole."""
 PROGRAM = """
