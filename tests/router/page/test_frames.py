@@ -60,9 +60,14 @@ def pools(step: int, *moves: MoveFigures) -> Panels:
     return panels_of([engine(number, step) for number in range(ENGINES)], 32, 0, moves)
 
 
-def move(number: int, sender: str = "e-0", receiver: str = "e-1") -> MoveFigures:
+MOVES = itertools.count(1)
+"""Through all tests: a page that opens may still be told of the last move of the test before."""
+
+
+def move(sender: str = "e-0", receiver: str = "e-1") -> MoveFigures:
+    """One that no page has seen."""
     return MoveFigures(
-        number=number, sender=sender, receiver=receiver, whose="", blocks=16, bytes=1, ms=1
+        number=next(MOVES), sender=sender, receiver=receiver, whose="", blocks=16, bytes=1, ms=1
     )
 
 
@@ -143,7 +148,7 @@ def test_only_squares_that_look_different_are_drawn(scene: Scene, echo: Echo) ->
 
 
 def test_flights_cost_no_layout(scene: Scene, echo: Echo) -> None:
-    echo.pools = pools(0, *(move(at, receiver=f"e-{at}") for at in range(1, 5)))
+    echo.pools = pools(0, *(move(receiver=f"e-{at}") for at in range(1, 5)))
     expect(scene.page.locator("#traces li")).to_have_count(4)
     work = counter(scene.page)
     before = work()["LayoutCount"]
@@ -172,7 +177,7 @@ def test_blocks_fly_from_their_sender_to_their_receiver(
 ) -> None:
     page = scene.page
     page.evaluate(NOTE_FLIGHTS)
-    echo.pools = pools(0, move(1, sender, receiver))
+    echo.pools = pools(0, move(sender, receiver))
     expect(page.locator("#traces li")).to_have_text([re.compile(f"{sender} → {receiver}")])
     wait_until(lambda: page.evaluate("() => window.flown.length") > 0)
     expect(page.locator("#stage")).to_have_attribute("data-drawn", "")
@@ -187,7 +192,7 @@ def test_without_motion_blocks_are_told_and_do_not_fly(scene: Scene, echo: Echo)
     page = scene.page
     page.emulate_media(reduced_motion="reduce")
     page.evaluate(NOTE_FLIGHTS)
-    echo.pools = pools(0, move(1))
+    echo.pools = pools(0, move())
     expect(page.locator("#traces li")).to_have_count(1)
     page.wait_for_timeout(200)
     assert page.evaluate("() => window.flown") == []
@@ -210,12 +215,12 @@ def test_flights_end_by_themselves_while_frames_are_slow_and_come_back(
     page = scene.page
     page.evaluate(NOTE_FLIGHTS)
     page.evaluate(SLOW_FRAMES)
-    numbers = itertools.count(1)
+    told = itertools.count(1)
 
     def moved() -> int:
         """The squares that are drawn of a move, until none is left on the page."""
-        echo.pools = pools(0, move(number := next(numbers)))
-        expect(page.locator("#traces li")).to_have_count(min(number, MOST_TRACES))
+        echo.pools = pools(0, move())
+        expect(page.locator("#traces li")).to_have_count(min(next(told), MOST_TRACES))
         expect(page.locator("#stage")).to_have_attribute("data-drawn", "")
         return int(page.evaluate("() => window.flown.splice(0).length"))
 
