@@ -36,8 +36,6 @@ MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 15.0
 """Time from the opening of the connection, or from the first byte of a later request, to the end of
 the headers."""
-HALF_OPEN_S: Final = 1.0
-"""The time within which the answer to who sends no more must begin: most who do that are gone."""
 MAX_PIPELINED: Final = 8
 """The number of requests that may be sent before the answer to the first."""
 MAX_CONNECTIONS: Final = 8192
@@ -186,19 +184,6 @@ class LimitedProtocol(HttpToolsProtocol):
         for cycle in self._unanswered:  # uvicorn tells the last one only
             cycle.disconnected = True
             cycle.message_event.set()
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Let a client read that has sent all it will, as `nc` does. Whether to stay open."""
-        if self.is_idle or self.cycle.more_body or self.scheme != "http":
-            return False
-        self.cycle.keep_alive = False
-        self.loop.call_later(HALF_OPEN_S, self._end_unless_begun)
-        return True
-
-    def _end_unless_begun(self) -> None:
-        # An answer that has begun shows by itself whether anybody reads it.
-        if not self.cycle.response_started:
-            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         # As uvicorn, but a stranger's nonsense is no warning, of which he could write any number.

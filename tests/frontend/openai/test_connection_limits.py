@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import resource
 import socket
@@ -138,31 +137,6 @@ async def test_a_long_answer_outlasts_the_deadline_of_headers(
         await asyncio.sleep(1.5)  # longer than a sweep and the deadline
         engine.gate.set()
         assert (await asking).status_code == 200
-
-
-async def half_closed(url: str, **fields: Any) -> bytes:
-    """All that the server says to a client that sends no more after one request."""
-    body = json.dumps({"model": "echo", "prompt": "a b", "max_tokens": 2} | fields).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    reader, writer = await connect(url)
-    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    writer.write_eof()
-    answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
-    writer.close()
-    return answer
-
-
-async def test_who_sends_no_more_but_reads_is_answered(
-    engine: Any, serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection_limits, "HALF_OPEN_S", PATIENCE_S)
-    async with serve(build_app(engine)) as url:
-        assert b'"finish_reason":"length"' in await half_closed(url)
-        assert b"[DONE]" in await half_closed(url, stream=True)
-        monkeypatch.setattr(connection_limits, "HALF_OPEN_S", 0.1)
-        engine.gate.clear()
-        assert await half_closed(url) == b"", "such a client has most likely gone"
-        await eventually(lambda: bool(engine.left_early))
 
 
 async def test_requests_sent_ahead_are_bounded(engine: Any, serve: Any, eventually: Any) -> None:
