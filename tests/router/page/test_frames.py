@@ -30,8 +30,6 @@ ENGINES = 12
 SECONDS = 2.0
 REFUSED = "Failed to load resource"
 """A browser says so of an answer that is an error, as it is where the router knows no request."""
-SLOW = 8
-"""So many slow frames in a row end flights."""
 MOST_TRACES = 20
 LOOKS = 6
 """More than what the server takes in that time, with one at each end."""
@@ -224,8 +222,8 @@ def test_flights_end_by_themselves_while_frames_are_slow_and_come_back(
         expect(page.locator("#stage")).to_have_attribute("data-drawn", "")
         return int(page.evaluate("() => window.flown.splice(0).length"))
 
-    assert 0 < moved() <= 16 * (SLOW + 1)
-    assert moved() == 0, "it is told only"
+    assert moved() > 0
+    assert moved() == 0, "so many frames were slow that it is told only"
     page.evaluate("() => { window.slow = false; }")
     wait_until(lambda: moved() > 0)
 
