@@ -224,7 +224,9 @@ async def test_a_prompt_goes_where_its_beginning_is_on_disk_and_is_read_there(
         assert (await engine.refresh_stats()).disk_tokens == read
         chosen = next(iter(router.table.records)).attempts[0].decision
         assert chosen.terms["read_s"] > 0
-        await eventually(lambda: pools.links[chosen.decode].row["told_reads"] > 0)
+        assert chosen.prefill is not None
+        reader = pools.links[chosen.prefill]
+        await eventually(lambda: reader.row["told_reads"] > 0)
         for prompt in prompts[2:]:  # others have their memory, but for what is pinned
             await generate(router, prompt, max_tokens=1)
         others = (await engine.refresh_stats()).disk_tokens

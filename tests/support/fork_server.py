@@ -66,8 +66,10 @@ STARTERS = ("diptych_engine", "diptych.main", "pytest")
 """These start programs themselves. They have a server of their own for it: one more child."""
 NURSERY = "diptych.laptop.nursery_process"
 """It starts pods by forks itself, and the pods of tests by an `execve`, which is another fork."""
-START_SECONDS = 120.0
+START_SECONDS = 170.0
 """For the import of everything, on a busy machine."""
+ADOPTED_SECONDS = 20.0
+"""For the end of the process between a server and a program."""
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 64
 READ_LATER = (
@@ -221,10 +223,11 @@ def serve(asked: socket.socket) -> tuple[Start, list[int]]:
 
 def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
     """Be the program that was asked for, from where `python -m` begins."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + ADOPTED_SECONDS
     while os.getppid() != start.parent:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline:  # who asked is gone
             os._exit(1)
+        time.sleep(0.001)
     asked.send(str(os.getpid()).encode())
     asked.close()
     _take(descriptors, start.numbers)

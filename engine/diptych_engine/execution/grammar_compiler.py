@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +69,7 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> LLTokenizer:
-        """The same as llguidance wants them: 35 to 80 MiB, and up to a second with the GIL. Engines
+        """The same as llguidance wants them: 35 to 80 MiB, and up to seconds with the GIL. Engines
         whose answers are free never have it."""
         text = self.tokenizer.backend.to_str()
         return LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
@@ -76,6 +77,10 @@ class Vocabulary:
     @cached_property
     def digits(self) -> Digits:
         return Digits.of(self.tokens)
+
+    @property
+    def is_prepared(self) -> bool:
+        return "digits" in vars(self)
 
 
 class GrammarCompiler:
@@ -96,6 +101,8 @@ class GrammarCompiler:
         self._known: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when `finished` has something to tell."""
+        self.before_silence: Callable[[], None] | None = None
+        """Called before the first form keeps the whole process from working."""
 
     def wait_until_ready(self) -> str:
         """Wait until the vocabulary is loaded. Returns `EngineDescription.vocabulary`."""
@@ -123,6 +130,8 @@ class GrammarCompiler:
         if grammar is None:
             if key not in self._waiting:
                 self._waiting[key] = []
+                if self.before_silence is not None and not self._vocabulary.result().is_prepared:
+                    self.before_silence()
                 self._executor.submit(self._compile, key, form)
             self._waiting[key].append(request)
             return False

@@ -372,15 +372,12 @@ class BlockPool(Followed):
 
     def _note(self, name: Name, *, remembered: bool) -> None:
         """What was noted of this hash before, if anything, is undone by this."""
-        if not isinstance(name, bytes):
+        changes, elsewhere = self._changes, self._elsewhere
+        if (changes is None and not elsewhere) or not isinstance(name, bytes):
             return
-        if name in self._elsewhere:
+        if name in elsewhere:
             self.only_stored.turn(name)
-            return
-        changes = self._changes
-        if changes is None:
-            return
-        if changes.pop(name, None) is None:
+        elif changes is not None and changes.pop(name, None) is None:
             changes[name] = remembered
 
 

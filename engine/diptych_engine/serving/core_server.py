@@ -65,6 +65,7 @@ class HeartbeatSender:
         """`tell`: sends a heartbeat to the followers, with statistics if there are any."""
         self._core, self._timer, self._tell = core, timer, tell
         core.before_step = self._before_step
+        core.grammars.before_silence = partial(self._before_silence, LONGEST_STEP_S)
 
     def wait_s(self, now: float) -> float | None:
         """How long the loop may wait for messages; None: as long as it wants."""

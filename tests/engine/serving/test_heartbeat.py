@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,7 +23,12 @@ from diptych_frontend.core_client.heartbeat_timer import (
     HeartbeatTimer,
     StepTimes,
 )
-from diptych_protocol import EngineCoreOutputs, UtilityCall
+from diptych_protocol import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    StructuredOutputsParams,
+    UtilityCall,
+)
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, Heartbeat
 
 # --- pure -----------------------------------------------------------------------------------------
@@ -245,3 +251,34 @@ def test_a_core_tells_that_a_control_call_begins_and_before_its_answer_that_it_h
     assert ended.utility_output is None
     assert not beat_of(ended).in_call
     client.socket.close()
+
+
+def promises_during(client: Client, asked: EngineCoreRequest) -> list[float]:
+    """For how long the core said that it may be silent, until the request has ended."""
+    client.send(ADD, msgspec.msgpack.encode(asked))
+    promised: list[float] = []
+    while True:
+        message = client.receive()
+        if message.heartbeat is not None:
+            promised.append(message.heartbeat.within_s)
+        if message.finished_requests:
+            return promised
+
+
+def test_a_core_tells_that_its_first_form_may_take_long(smollm2: str, tmp_path: Path) -> None:
+    path = f"ipc://{tmp_path}/core"
+    # The server from which cores of tests are forked has the vocabulary for "auto" prepared.
+    process = start(path, model=smollm2, reasoning_parser="none")
+    client = following(path)
+    next_beat(client)
+    promises_during(client, request("free"))  # steps of its size, the first of which may be long
+    first, second = (
+        promises_during(client, request(regex, structured_outputs=form))
+        for regex in ("[a-y]{3}", "[a-z]{3}")
+        for form in [StructuredOutputsParams(regex=regex)]
+    )
+    assert max(first) == LONGEST_STEP_S
+    assert max(second, default=0.0) < LONGEST_STEP_S
+    client.socket.close()
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
