@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack, cast
 
 import msgspec
@@ -140,24 +141,7 @@ class LLM:
         use_tqdm: bool | None,
         options: PromptOptions,
     ) -> list[RequestOutput | PoolingRequestOutput]:
-        """Keep the engine filled, but not over, until every prompt has its answer. Calls of several
-        threads take turns."""
-        with self._turn:
-            if prompts and self.llm_engine.is_paused():  # nobody could end that meanwhile
-                raise InvalidRequestError(
-                    "the engine is asleep or paused: call llm_engine.wake_up() or "
-                    "llm_engine.resume_generation() first",
-                    status=409,
-                )
-            return self._run_alone(prompts, params, use_tqdm, options)
-
-    def _run_alone(
-        self,
-        prompts: Sequence[PromptType],
-        params: Sequence[SamplingParams | PoolingParams],
-        use_tqdm: bool | None,
-        options: PromptOptions,
-    ) -> list[RequestOutput | PoolingRequestOutput]:
+        """Keep the engine filled, but not over, until every prompt has its answer."""
         engine = self.llm_engine
         room = engine.vllm_config.max_num_waiting
         ids = [str(next(self._ids)) for _ in prompts]
@@ -165,19 +149,32 @@ class LLM:
         own = {*ids}
         to_send = list(zip(ids, prompts, params, strict=True))[::-1]
         shown = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        try:
-            with tqdm(total=len(ids), desc="prompts", disable=not shown) as bar:
-                while len(answers) < len(ids):
-                    while to_send and self._open_with(to_send[-1][2]) <= room:
-                        request_id, prompt, wanted = to_send.pop()
-                        engine.add_request(request_id, prompt, wanted, **options)
-                    for output in engine.step():
-                        if output.finished and output.request_id in own:
-                            answers[output.request_id] = output
-                            bar.update()
-        finally:
-            engine.abort_request(ids)
+        with self._own_turn(ids), tqdm(total=len(ids), desc="prompts", disable=not shown) as bar:
+            while len(answers) < len(ids):
+                while to_send and self._open_with(to_send[-1][2]) <= room:
+                    request_id, prompt, wanted = to_send.pop()
+                    engine.add_request(request_id, prompt, wanted, **options)
+                for output in engine.step():
+                    if output.finished and output.request_id in own:
+                        answers[output.request_id] = output
+                        bar.update()
         return [answers[request_id] for request_id in ids]
+
+    @contextlib.contextmanager
+    def _own_turn(self, ids: Sequence[str]) -> Iterator[None]:
+        """Calls of several threads take turns; what is left of their requests ends with them."""
+        engine = self.llm_engine
+        with self._turn:
+            if ids and engine.is_paused():  # nobody could end that meanwhile
+                raise InvalidRequestError(
+                    "the engine is asleep or paused: call llm_engine.wake_up() or "
+                    "llm_engine.resume_generation() first",
+                    status=409,
+                )
+            try:
+                yield
+            finally:
+                engine.abort_request(ids)
 
     def _open_with(self, params: SamplingParams | PoolingParams) -> int:
         """Sequences in the engine if a request with these parameters came to them."""

@@ -15,7 +15,7 @@ _Uid = str
 class Indexed:
     """The objects of each kind, by the service that owns them."""
 
-    def __init__(self, lists: Iterable[str] = ()) -> None:
+    def __init__(self, lists: Iterable[str]) -> None:
         """`lists`: the paths of the collections that have to be listed once."""
         self.is_whole = asyncio.Event()
         """Set once it holds what the cluster held at the start."""

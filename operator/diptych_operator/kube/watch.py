@@ -3,8 +3,8 @@
 kopf's handlers for creation and update are not used, because they report edges. Its daemons are not
 used, because they put a finalizer on each service, which then cannot be deleted while the operator
 is away. Children are deleted by their owner references instead. Its indices are not used, because
-each object wakes all that wait for them to be filled: a thousand services have 26,000 objects, of
-which an operator that took over looked at none within three minutes.
+while they fill, each object that comes wakes the tasks of all others: an operator that took over a
+thousand services, which have 26,000 objects, looked at none within three minutes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Kind:
     plural: str
     key_of: Callable[[Raw], ServiceKey]
     kept: Callable[[dict[str, Any]], Raw]
-    """What is kept of an object. Of that it keeps all."""
+    """Returns the part of an object that is kept; given that part, it returns all of it."""
     is_ours: Callable[[Raw], bool]
 
     def path(self, namespace: str) -> str:
