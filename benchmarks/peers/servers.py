@@ -49,7 +49,7 @@ def servers(peers: dict[str, str]) -> list[System]:
     return [make(peers[name]) for name, make in SERVERS.items() if name in peers]
 
 
-def vllm(python: str) -> System:
+def vllm(python: str, max_model_len: int = 2048) -> System:
     """vLLM's CPU build with what is fastest for it: see `docs/performance.md`.
 
     `VLLM_DTYPE` names the type of its weights.
@@ -59,8 +59,8 @@ def vllm(python: str) -> System:
         return [
             str(Path(python).with_name("vllm")), "serve", str(vllm_model()),
             "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",
-            "--dtype", vllm_dtype(), "--max-model-len", "2048", "--max-num-seqs", "64",
-            "--enforce-eager",
+            "--dtype", vllm_dtype(), "--max-model-len", str(max_model_len),
+            "--max-num-seqs", "64", "--enforce-eager", "--enable-prompt-tokens-details",
         ]  # fmt: skip
 
     return System(VLLM, command, environment=vllm_environment(python))

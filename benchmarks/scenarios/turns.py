@@ -10,6 +10,7 @@ import httpx
 from benchmarks.figures import Record
 from benchmarks.load import TIMEOUT_S, Load, drive, stream_completion
 from benchmarks.machine import HERE
+from benchmarks.peers import servers as peers
 from benchmarks.scenario import Column, Options, Reporter, Scenario, rotated, seed_of
 from benchmarks.servers import Running, System, diptych, diptych_service, running
 
@@ -21,19 +22,26 @@ CONVERSATIONS = (1024, 2048, 4096, 7680)
 ANSWER_PART = 0.25
 SECOND_QUESTION = "\n\nWhat did she say then?"
 SECOND_ANSWER_TOKENS = 8
+MAX_TOKENS = 8192
 KV_GIB = 1
 WARM_UP = Load(2, 128, 8, requests=4)
 
 
-def systems() -> list[System]:
+def systems(options: Options) -> list[System]:
     """Both pairs have no choice of engines, and only one policy knows of fetching."""
 
     def pair(name: str, policy: str) -> System:
         router = {"policy": policy, "disaggregate": "always"}
         return diptych_service(name, 1, 1, KV_GIB, router)
 
-    whole = diptych(ONE, max_model_len=8192, kv_cache_bytes=KV_GIB << 30)
-    return [pair(FETCHES, "prefixAware"), pair(COMPUTES, "leastLoaded"), whole]
+    found = [
+        pair(FETCHES, "prefixAware"),
+        pair(COMPUTES, "leastLoaded"),
+        diptych(ONE, max_model_len=MAX_TOKENS, kv_cache_bytes=KV_GIB << 30),
+    ]
+    if python := options.peers.get("vllm"):
+        found.append(peers.vllm(python, MAX_TOKENS))
+    return found
 
 
 async def second_turn(server: Running, tokens: int, seed: int) -> dict[str, float]:
@@ -66,7 +74,7 @@ def run(options: Options, reporter: Reporter) -> list[Record]:
     cases = {str(tokens): tokens for tokens in lengths if options.wants(str(tokens))}
     records: list[Record] = []
     with ExitStack() as stack:
-        servers = [stack.enter_context(running(system)) for system in systems()]
+        servers = [stack.enter_context(running(system)) for system in systems(options)]
         for server in servers:
             asyncio.run(drive(server.url, server.system.model, WARM_UP, seed=1))
         with reporter.counting("measuring", len(cases) * options.times * len(servers)):
@@ -74,6 +82,7 @@ def run(options: Options, reporter: Reporter) -> list[Record]:
                 for repetition in range(options.times):
                     for server in rotated(servers, repetition):
                         seed = seed_of(case, repetition)
+                        server.rest()
                         figures = asyncio.run(second_turn(server, tokens, seed))
                         records.append(Record(case, server.system.name, repetition, figures))
                         reporter.done(records[-1], [column.figure for column in COLUMNS])
@@ -90,8 +99,8 @@ SCENARIO = Scenario(
     "Turns: the second question of a conversation",
     "About so many tokens of conversation, a quarter of them the first answer, then a question of "
     f"one line. D has computed the answer. `{FETCHES}` lets P fetch its KV (the default), "
-    f"`{COMPUTES}` has a policy that does not know of fetching; `{ONE}` remembers all. All have "
-    "the same two processors.",
+    f"`{COMPUTES}` has a policy that does not know of fetching; `{ONE}` remembers all, and so does "
+    "vLLM, one server with its prefix cache. All have the same two processors.",
     COLUMNS,
     run,
     versus=("ttft_ms",),
