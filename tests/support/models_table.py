@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +16,6 @@ from gguf import MODEL_ARCH_NAMES
 from model_kit.family_gguf import ARCHITECTURES
 from told_by_tests import passed, put
 
-from diptych_frontend.model_files import families
 from diptych_frontend.model_files.families import FAMILIES, GGUF_ARCHITECTURES
 from diptych_kernels.cpu_level import CpuLevel
 
@@ -84,9 +82,8 @@ def table(told: Cells) -> str:
 
 
 def _name(family: str) -> str:
-    """As the family's file begins."""
-    about = import_module(f"{families.__name__}.{family}").__doc__ or family
-    return re.split(r"[:;,]|\.\s|\.$", about.partition("\n")[0])[0]
+    """As the row of the family begins."""
+    return re.split(r"[:;,]|\.\s", FAMILIES[family].about)[0]
 
 
 def _architecture(family: str) -> str:

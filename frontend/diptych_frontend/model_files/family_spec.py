@@ -43,6 +43,8 @@ class FamilySpec:
 
     architecture: str
     """`model_type` of config.json."""
+    about: str
+    """Its models, and how they differ from others; its names end at the first `:`, `;`, `,` or `. `."""
     model: str = "llama"
     """The model class, a key of `BUILDERS` in `engine/diptych_engine/models/registry.py`."""
     attention_bias: bool = False
@@ -105,7 +107,7 @@ class FamilySpec:
     """`attention_scale` of models with so many layers, which GGUF files do not say."""
     gguf_sampling: SamplingDefaults = UNSAID
     """How the makers sample from all their models of this architecture, for GGUF files that do not
-    say it; unsaid where models differ, or their cards say nothing. The family's file has the
+    say it; unsaid where models differ, or their cards say nothing. The family's row has the
     source."""
     gguf_interleaves_pairs: bool = False
     """Whether GGUF files store the two rows of each rotated pair of query and key side by side
