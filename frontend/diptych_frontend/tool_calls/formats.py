@@ -9,17 +9,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from diptych_frontend.reasoning.formats import name_of
-from diptych_frontend.tool_calls import (
-    deepseek,
-    earlier,
-    harmony,
-    hermes,
-    llama,
-    mistral,
-    phi,
-    pythonic,
-    qwen3_coder,
-)
+from diptych_frontend.reasoning.harmony import CALL_BEGIN
+from diptych_frontend.tool_calls import earlier, llama, marked, mistral, pythonic, qwen3_coder
 from diptych_frontend.tool_calls.calls import OpenCall, Tools
 from diptych_protocol import EngineClient
 
@@ -64,7 +55,9 @@ class ToolCallFormat:
         ]
 
 
-HERMES: Final = ToolCallFormat(hermes.MARKERS, hermes.open_call, write=hermes.written)
+HERMES: Final = ToolCallFormat(
+    (marked.HERMES_BEGIN,), marked.open_hermes, write=marked.write_hermes
+)
 FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
     {
         "hermes": HERMES,
@@ -88,17 +81,17 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
             write=mistral.written_by_granite,
         ),
         "phi4_mini": ToolCallFormat(
-            phi.MARKERS,
-            phi.open_call,
+            (marked.PHI_BEGIN,),
+            marked.open_phi,
             has_special_markers=True,
             prepare=earlier.tools_of_the_system,
-            write=phi.written,
+            write=marked.write_phi,
         ),
-        "deepseek": ToolCallFormat(deepseek.MARKERS, deepseek.open_call),
+        "deepseek": ToolCallFormat(marked.DEEPSEEK_MARKERS, marked.open_deepseek),
         "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.open_call, bare="["),
-        "qwen3_coder": ToolCallFormat(qwen3_coder.MARKERS, qwen3_coder.open_call),
+        "qwen3_coder": ToolCallFormat((marked.HERMES_BEGIN,), qwen3_coder.open_call),
         "harmony": ToolCallFormat(
-            harmony.MARKERS, harmony.open_call, prepare=earlier.one_thought_each
+            (CALL_BEGIN,), marked.open_harmony, prepare=earlier.one_thought_each
         ),
     }
 )

@@ -14,10 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from diptych_frontend.tool_calls.calls import FUNCTION_NAME, BetweenMarkers, ParsedCall, Tools
-from diptych_frontend.tool_calls.hermes import BEGIN, END, MARKERS
+from diptych_frontend.tool_calls.marked import HERMES_BEGIN, HERMES_END
 from diptych_protocol import UNREADABLE
-
-__all__ = ["MARKERS", "open_call"]
 
 FUNCTION: Final = "<function="
 FUNCTION_END: Final = "</function>"
@@ -30,7 +28,7 @@ _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 def open_call(marker: str, tools: Tools) -> BetweenMarkers:
     """Return the call that begins with the marker."""
-    return BetweenMarkers(BEGIN, END, lambda written: _read(written, tools), FUNCTION)
+    return BetweenMarkers(HERMES_BEGIN, HERMES_END, lambda written: _read(written, tools), FUNCTION)
 
 
 def _read(written: str, tools: Tools) -> ParsedCall | None:

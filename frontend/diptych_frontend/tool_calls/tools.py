@@ -21,7 +21,7 @@ from diptych_frontend.text.structured_outputs import (
     schema_for_llguidance,
 )
 from diptych_frontend.tool_calls.calls import json_of
-from diptych_frontend.tool_calls.hermes import BEGIN, END
+from diptych_frontend.tool_calls.marked import HERMES_BEGIN, HERMES_END
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_TOOLS: Final = 128
@@ -82,7 +82,7 @@ def forced_call(
     calls = _several(parallel and not isinstance(choice, NamedTool))
     alternatives = _calls((f.name, _arguments(f, lenient)) for _, f in called)
     return StructuredOutputsParams(
-        grammar=f"start: {calls}\ncall: {json_of(BEGIN)} ({alternatives})\n"
+        grammar=f"start: {calls}\ncall: {json_of(HERMES_BEGIN)} ({alternatives})\n"
     )
 
 
@@ -99,7 +99,7 @@ def free_calls(
     answer = "call* TEXT" if parallel else "call | TEXT"
     return StructuredOutputsParams(
         grammar=f"start: {answer}\ncall: begin ({_free_calls(tools, lenient)})\n"
-        f"begin{BEGINS_LATER}: TEXT {json_of(BEGIN)}\nTEXT: /(?s:.*)/\n"
+        f"begin{BEGINS_LATER}: TEXT {json_of(HERMES_BEGIN)}\nTEXT: /(?s:.*)/\n"
     )
 
 
@@ -114,7 +114,7 @@ def calls_or_form(
     schema = _compiled(schema, field, lenient)
     return StructuredOutputsParams(
         grammar=f"start: {_several(parallel)} | %json {json_of(schema)}\n"
-        f"call: {json_of(BEGIN)} ({_free_calls(tools, lenient)})\n"
+        f"call: {json_of(HERMES_BEGIN)} ({_free_calls(tools, lenient)})\n"
     )
 
 
@@ -173,7 +173,7 @@ def _calls(called: Iterable[tuple[str, Schema]]) -> str:
 
     called: the names of functions, and what their arguments are compiled from.
     """
-    after = json_of(f"}}\n{END}")
+    after = json_of(f"}}\n{HERMES_END}")
     return "\n    | ".join(
         json_of(f'\n{{"name": "{name}", "arguments": ') + f" %json {json_of(schema)} {after}"
         for name, schema in called
