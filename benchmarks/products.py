@@ -23,7 +23,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
-from diptych_kernels.native.targets import OF_LEVEL, Target
+from diptych_kernels.native.object_files import OF_LEVEL, Target
 from diptych_kernels.native.tile_layout import BYTE, LEVEL_BITS, SPANS, WORD_BITS
 from diptych_kernels.packed_product import cpu, to_tiles
 

@@ -19,7 +19,7 @@ from benchmarks.machine import machine
 from benchmarks.products import OF_PRODUCTS, Instruction, cells_of, peak, rate_of
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_has_bfloat16_dots, machine_level
-from diptych_kernels.native.targets import OF_LEVEL, target_of
+from diptych_kernels.native.object_files import OF_LEVEL, target_of
 from diptych_kernels.paged_attention import AttentionMetadata, cpu
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16

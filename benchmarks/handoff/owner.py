@@ -13,7 +13,7 @@ import threading
 import numpy as np
 from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
-from diptych_kv_transfer.memory.region import MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.signing.references import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import PeerLost, Received
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from diptych_kernels.cpu_kernels import KERNELS
 from diptych_kernels.cpu_level import CpuLevel, is_x86_64, machine_level
-from diptych_kernels.native.object_files import object_files
-from diptych_kernels.native.targets import lowest_level, needs_bfloat16_dots
+from diptych_kernels.native.object_files import lowest_level, needs_bfloat16_dots, object_files
 
 
 def compile_all(highest: CpuLevel) -> None:

@@ -23,7 +23,7 @@ from diptych_kernels.cpu_level import (
     remembered,
 )
 from diptych_kernels.native.kernel import Kernel, kernel_of, load, openmp
-from diptych_kernels.native.targets import lowest_level, needs_bfloat16_dots
+from diptych_kernels.native.object_files import lowest_level, needs_bfloat16_dots
 
 log = logging.getLogger(__name__)
 

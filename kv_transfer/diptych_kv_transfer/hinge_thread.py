@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from diptych_kv_transfer.memory.region import MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.tables.actions import (
     Action,

@@ -7,9 +7,8 @@ from collections.abc import Collection, Hashable, Sequence
 import numpy as np
 
 from diptych_kv_transfer.memory.layout import Layout
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.memory.repack import Shards, repack
-from diptych_kv_transfer.memory.shard import WHOLE, Part, Shard
+from diptych_kv_transfer.memory.shard import WHOLE, MemoryKind, MemoryRegion, Part, Shard
 from diptych_kv_transfer.memory.staging import AnyStaging, StagedCopies, Staging
 
 

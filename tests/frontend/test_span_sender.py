@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from span_collector import http_server, span_collector
 from waits import PATIENCE_S
 
-from diptych_frontend.observability.span_sender import SpanSender, otlp_exporter
+from diptych_frontend.observability.request_tracer import SpanSender, otlp_exporter
 
 
 def span(number: int = 1) -> ReadableSpan:

@@ -18,7 +18,7 @@ from diptych_kernels.cpu_level import (
     level_of,
     machine_level,
 )
-from diptych_kernels.native.targets import OF_LEVEL, lowest_level
+from diptych_kernels.native.object_files import OF_LEVEL, lowest_level
 
 NONE, AVX2, VNNI, AMX = CpuLevel
 HASWELL = NEEDED[AVX2] | {"sse4.2", "cx16"}

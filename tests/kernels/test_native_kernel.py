@@ -26,7 +26,7 @@ from diptych_kernels.native.arguments import (
     places_of,
 )
 from diptych_kernels.native.kernel import Kernel, load
-from diptych_kernels.native.targets import OF_LEVEL, target_of
+from diptych_kernels.native.object_files import OF_LEVEL, target_of
 from diptych_kernels.rms_norm import cpu as rms_norm
 
 LEVEL = machine_level()

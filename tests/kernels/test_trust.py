@@ -28,7 +28,7 @@ from diptych_kernels import packed_product, trust
 from diptych_kernels.cpu_kernels import CASES, KERNELS
 from diptych_kernels.cpu_level import CpuLevel, cpu_level, forget
 from diptych_kernels.native import kernel, object_files
-from diptych_kernels.native.targets import target_of
+from diptych_kernels.native.object_files import target_of
 from diptych_kernels.silu_mul import cpu as silu_mul
 
 pytestmark = pytest.mark.usefixtures("compiled_level")

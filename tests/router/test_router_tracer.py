@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from router_kit.request_world import World, prefilled
 
-from diptych_frontend.observability.span_sender import SpanSender
+from diptych_frontend.observability.request_tracer import SpanSender
 from diptych_protocol import (
     InvalidRequestError,
     RequestJourneyEvent,

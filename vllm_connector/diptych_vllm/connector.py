@@ -1,7 +1,8 @@
-"""`DiptychConnector`, which vLLM calls. It only translates these calls.
+"""`DiptychConnector`, which vLLM calls, and its figures in the form of vLLM's `/metrics`. It only
+translates.
 
 vLLM loads it by `kv_connector_module_path` and makes one in its scheduler's process and one in each
-worker. Only this module and `metrics` import vLLM.
+worker. Only this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from prometheus_client import Counter
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,8 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import iter_layer_specs
+from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
 from diptych_kv_transfer.connector import start_hinge, with_literals
@@ -34,10 +41,10 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
 from diptych_protocol.config import RANKS_OF_CONNECTOR
+from diptych_vllm.figures import FIGURES, add
 from diptych_vllm.kv_groups import VllmKVGroups, group_of
 from diptych_vllm.kv_memory import compat_of, heads_come_first, needs_copies, shards_of
 from diptych_vllm.lending import Progress
-from diptych_vllm.metrics import Counters, StepFigures
 from diptych_vllm.orders import Order
 from diptych_vllm.ranks import Ranks, epoch_of_rank
 from diptych_vllm.request import Arrival, identity_of
@@ -45,6 +52,50 @@ from diptych_vllm.scheduler_half import SchedulerHalf
 from diptych_vllm.settings import ConnectorSettings, require_tested
 from diptych_vllm.versions import series_of
 from diptych_vllm.worker_half import WorkerHalf, no_device
+
+
+class StepFigures(KVConnectorStats):
+    """The counts of one step, or of several."""
+
+    def reset(self) -> None:
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        add(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class Counters(KVConnectorPromMetrics):
+    """One counter for each figure, with vLLM's own labels."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                metric_types[Counter](
+                    name=f"vllm:diptych_{name}", documentation=meaning, labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for name, meaning in FIGURES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, number in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(number)
+
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
-from diptych_kv_transfer.memory.shard import DeviceCopies, Shard
+from diptych_kv_transfer.memory.shard import DeviceCopies, MemoryKind, MemoryRegion, Shard
 from diptych_protocol import InvalidRequestError, fingerprint
 from diptych_protocol.config import Staging
 from diptych_vllm.ranks import Ranks

@@ -1,4 +1,5 @@
-"""Turns a message from the wire into a Request that the scheduler can trust."""
+"""Turns a message from the wire into a Request that the scheduler can trust, and what becomes no
+request into its only output."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from diptych_engine.control.image_intake import ImageIntake
+from diptych_engine.control.image_intake import ImageIntake, MissingImageError
+from diptych_engine.execution.grammar_compiler import HopelessFormError
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.scheduling.adapter import Adapter, cache_identity
 from diptych_engine.scheduling.images import PlacedImage
@@ -18,15 +20,20 @@ from diptych_engine.scheduling.sessions import check_arrival, check_piece
 from diptych_frontend.reasoning.request_options import said_ended
 from diptych_frontend.text.prompt_embeds import check_embeds
 from diptych_protocol import (
+    DiptychError,
+    EngineCoreOutput,
     EngineCoreRequest,
     EngineDescription,
+    EngineOverloadedError,
+    FinishReason,
     InvalidRequestError,
     KVTransferParams,
     PoolingParams,
+    RefusedByEngineError,
     SamplingParams,
 )
 from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
-from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_PIN_S, MAX_TENANT_LENGTH
+from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_PIN_S, MAX_TENANT_LENGTH, ErrorKind
 
 
 def admit(
@@ -253,3 +260,31 @@ def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
             f"kv_transfer_params: {remote} tokens of KV do not fit a request of {known} tokens"
         )
     return first
+
+
+def failed(request_id: str, error: DiptychError | str) -> EngineCoreOutput:
+    """Return the output for a request that failed or was refused."""
+    return EngineCoreOutput(
+        request_id,
+        [],
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_kind=_kind_of(error),
+        error_param=error.param if isinstance(error, InvalidRequestError) else None,
+    )
+
+
+def aborted(request_id: str) -> EngineCoreOutput:
+    """Return the output for a request that was aborted."""
+    return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
+
+
+def _kind_of(error: DiptychError | str) -> ErrorKind:
+    match error:
+        case HopelessFormError() | RefusedByEngineError():
+            return ErrorKind.REFUSED
+        case EngineOverloadedError():
+            return ErrorKind.OVERLOADED
+        case MissingImageError():
+            return ErrorKind.MISSING_IMAGE
+    return ErrorKind.FAULT

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from diptych_engine.control.admission import admit
+from diptych_engine.control.admission import aborted, admit, failed
 from diptych_engine.control.image_intake import ImageIntake, MissingImageError
 from diptych_engine.control.kept_answers import KeptAnswers
-from diptych_engine.control.last_outputs import aborted, failed
 from diptych_engine.control.sleep import Residency
 from diptych_engine.control.utilities import Convert, Deferred, call_utility
 from diptych_engine.execution.grammar_compiler import GrammarCompiler

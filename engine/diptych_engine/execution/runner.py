@@ -58,8 +58,8 @@ from diptych_engine.models import (
     weights_sample,
 )
 from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
+from diptych_engine.models.loader import log_progress
 from diptych_engine.models.mixture import stacks_pay
-from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.scheduling.request import (
     Pending,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.block_copy.copies import BlockCopies, Bus
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
-from diptych_kv_transfer.memory.shard import Shard
+from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion, Shard
 from diptych_protocol.config import Staging
 
 Mark = Callable[[], Callable[[], None]]

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_engine.handoff.block_files import BlockFiles
-from diptych_engine.scheduling.request import LoadOrder, Request
+from diptych_engine.scheduling.request import LoadOrder, Request, StoredPrefix
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_engine.scheduling.stored_prefix import StoredPrefix
 from diptych_protocol import SchedulerStats
 
 log = logging.getLogger(__name__)

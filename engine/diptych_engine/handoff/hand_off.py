@@ -11,9 +11,8 @@ from typing import Any
 from diptych_engine.handoff.block_store import BlockStore
 from diptych_engine.handoff.kept_blocks import KeptBlocks
 from diptych_engine.handoff.prefix_fetches import PrefixFetches
-from diptych_engine.scheduling.request import LoadOrder, Request, RequestStatus
+from diptych_engine.scheduling.request import LoadOrder, Request, RequestStatus, StoredPrefix
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_engine.scheduling.stored_prefix import StoredPrefix
 from diptych_kv_transfer import (
     KVConnector,
     LeaseEnded,

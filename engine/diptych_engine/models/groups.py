@@ -1,4 +1,5 @@
-"""The quantised matrices of a GGUF file: integer levels, and a scale and an offset for 16 or 32.
+"""Matrices that products read as they are stored: floats, and the quantised ones of a GGUF file,
+integer levels with a scale and an offset for 16 or 32.
 
 `_TYPES` says for each type what a block is in the file, and how its levels and factors are read; a
 new type is a row there. K-quants have two stages of scales: integers of a few bits for 16 or 32
@@ -234,3 +235,33 @@ def read_groups(
 def has_groups(tensors: Iterable[tuple[GGMLQuantizationType, tuple[int, ...]]]) -> bool:
     """Whether any of a file's tensors, each of a type and a shape, is such a matrix."""
     return any(kind in _TYPES and len(shape) == 2 for kind, shape in tensors)
+
+
+@dataclass(slots=True, frozen=True)
+class Floats:
+    """A matrix of floats; those of 8 bits have a scale for 32 columns of a row."""
+
+    numbers: Tensor
+    """[rows, columns] bfloat16, float16 or float8_e4m3fn."""
+    scale: Tensor | None = None
+    """[rows, columns / 32] float32."""
+
+    def values(self) -> Tensor:
+        """Return [rows, columns] float32."""
+        values = self.numbers.float()
+        if self.scale is not None:
+            values.view(*self.scale.shape, GROUP).mul_(self.scale[..., None])
+        return values
+
+    def columns(self, start: int, length: int) -> Floats | None:
+        """Return some of the columns; None if that would divide a group."""
+        if start % GROUP or length % GROUP:
+            return None
+        scale = None
+        if self.scale is not None:
+            scale = self.scale[:, start // GROUP : (start + length) // GROUP]
+        return Floats(self.numbers[:, start : start + length], scale)
+
+    def rows(self, order: Tensor) -> Floats:
+        """Return the rows that `order` [n] int64 names."""
+        return Floats(self.numbers[order], None if self.scale is None else self.scale[order])

@@ -6,9 +6,11 @@ model's fused tensors. Those that stay packed come from a file that all engines 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,8 +26,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.models.floats import Floats
-from diptych_engine.models.groups import Groups, has_groups, read_groups
+from diptych_engine.models.groups import Floats, Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.packed import PackedMatrix, Part, packed_beside
 from diptych_engine.models.packed_file import Matrices, places_for, shared_matrices
@@ -48,11 +49,14 @@ from diptych_kernels.made_once import stamp_of
 from diptych_kernels.packed_product import is_available
 from diptych_kernels.trust import set_aside
 
+log = logging.getLogger(__name__)
+
 Names = tuple[str, ...]
 """Published tensors that are loaded at once."""
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the total."""
 
+PROGRESS_INTERVAL_S: Final = 5.0
 LOADER_THREADS: Final = 2
 SAMPLES: Final = 256
 """How many a file has."""
@@ -549,3 +553,17 @@ def _require_same_names(slots: Mapping[str, WeightSlot], names: Iterable[str]) -
         raise unusable(
             f"tensor {superfluous[0]} has no place in this architecture ({len(superfluous)} in all)"
         )
+
+
+def log_progress(uri: str) -> Callable[[int, int], None]:
+    """Return a callback that logs it every few seconds."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PROGRESS_INTERVAL_S:
+            last = now
+            log.info("loading %s: %d of %d MB", uri, done // 1_000_000, total // 1_000_000)
+
+    return report

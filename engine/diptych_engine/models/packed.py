@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diptych_engine.models.floats import Floats
-from diptych_engine.models.groups import Groups
+from diptych_engine.models.groups import Floats, Groups
 from diptych_engine.models.rounding import like_tiles
 from diptych_kernels.native.tile_layout import SPANS, WORD_BITS
 from diptych_kernels.packed_product import (

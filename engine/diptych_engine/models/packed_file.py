@@ -69,7 +69,7 @@ OF_NETWORKS: Final = ("nfs", "cifs", "smb", "fuse", "ceph", "lustre", "gpfs", "a
 """How the names of file systems begin on which another machine may remove a file that is mapped
 here, whose next reader gets SIGBUS."""
 READERS: Final = (
-    "groups.py", "floats.py", "loader.py", "packed.py", "rounding.py", "stored_parts.py",
+    "groups.py", "loader.py", "packed.py", "rounding.py", "stored_parts.py",
     "quantised_tensors.py",
 )  # fmt: skip
 """The modules beside this one that decide what is packed."""

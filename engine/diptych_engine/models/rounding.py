@@ -8,8 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_engine.models.floats import Floats
-from diptych_engine.models.groups import Groups
+from diptych_engine.models.groups import Floats, Groups
 from diptych_kernels.native.tile_layout import GROUP, SPANS
 from diptych_kernels.packed_product.gpu_tiles import FLOAT8
 

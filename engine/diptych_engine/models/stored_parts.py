@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diptych_engine.models.floats import Floats
+from diptych_engine.models.groups import Floats
 from diptych_engine.models.interface import WeightSlot
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_source import GGUFTensor

@@ -29,7 +29,6 @@ from diptych_engine.execution.placement import choose_device
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.models.shard import Shard
 from diptych_engine.parallel.group import SumGroup
-from diptych_engine.parallel.lifeline import die_with_parent
 from diptych_engine.parallel.steps import (
     FAILED,
     STARTED,
@@ -42,7 +41,7 @@ from diptych_engine.parallel.steps import (
     step_decoder,
 )
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.program import setup_logging
+from diptych_frontend.program import die_with_parent, setup_logging
 from diptych_protocol import EngineConfig, InvalidRequestError
 from diptych_protocol.threads import resolve_struct_types
 

@@ -373,3 +373,7 @@ class TokenOutput(msgspec.Struct, gc=False):
     request: Request
     output: EngineCoreOutput
     """The output for its client, without the end of the request, if this is one."""
+
+
+class StoredPrefix(KVTransferParams):
+    """The source of a prefix whose KV this engine has on disk: no engine has to be asked."""

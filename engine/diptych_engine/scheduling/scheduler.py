@@ -60,10 +60,10 @@ from diptych_engine.scheduling.request import (
     ScheduledRequest,
     StepPlan,
     StepResult,
+    StoredPrefix,
     TokenOutput,
 )
 from diptych_engine.scheduling.step_results import apply_results
-from diptych_engine.scheduling.stored_prefix import StoredPrefix
 from diptych_engine.scheduling.waiting_queue import (
     FairQueue,
     IdleSessions,

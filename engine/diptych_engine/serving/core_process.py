@@ -28,12 +28,11 @@ if __name__ == "__main__":
 
 from diptych_engine.control.core import EngineCore
 from diptych_engine.parallel.group import LockstepGroup
-from diptych_engine.parallel.lifeline import die_with_parent
 from diptych_engine.serving.build_core import build_core
 from diptych_engine.serving.core_server import CoreServer
 from diptych_engine.serving.lockstep import LockstepServer
 from diptych_frontend.core_client.curve import read_keys
-from diptych_frontend.program import setup_logging
+from diptych_frontend.program import die_with_parent, setup_logging
 from diptych_protocol import (
     UNREADABLE,
     CurveKeys,

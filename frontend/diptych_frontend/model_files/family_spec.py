@@ -44,7 +44,7 @@ class FamilySpec:
     architecture: str
     """`model_type` of config.json."""
     about: str
-    """Its models, and how they differ from others; its names end at the first `:`, `;`, `,` or `. `."""
+    """Its models, up to the first `:`, `;`, `,` or `. `, and how they differ from others."""
     model: str = "llama"
     """The model class, a key of `BUILDERS` in `engine/diptych_engine/models/registry.py`."""
     attention_bias: bool = False

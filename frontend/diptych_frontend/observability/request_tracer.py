@@ -7,16 +7,21 @@ this needs the extra `tracing`.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import requests
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from diptych_frontend.observability.span_sender import SpanSender
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,6 +31,51 @@ from diptych_protocol import (
 )
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_protocol.wire import steady_time
+
+log = logging.getLogger(__name__)
+
+EXPORT_TIMEOUT_S = 3.0
+"""The time limit of one batch, with all its retries."""
+FLUSH_TIMEOUT_S = 5.0
+"""How long `close` waits for what has not been sent yet."""
+
+
+class SpanSender:
+    """A queue of ended spans, and the thread that exports them to an OTLP endpoint.
+
+    An endpoint that is down, slow or hostile causes no harm but the loss of spans. The queue is
+    bounded, only the status line and the headers of an answer are read, and the end has a deadline.
+    """
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self.processor = BatchSpanProcessor(exporter)
+
+    def send(self, span: ReadableSpan) -> None:
+        """Queue a span. If the queue is full, the oldest span is dropped."""
+        self.processor.on_end(span)
+
+    def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+        """Send what is left. This blocks until it is sent, or for the time limit at most."""
+        ending = threading.Thread(target=self.processor.shutdown, daemon=True)
+        ending.start()
+        ending.join(timeout_s)
+        if ending.is_alive():
+            log.warning("the OTLP endpoint did not take the last spans in %g s", timeout_s)
+
+
+def otlp_exporter(endpoint: str) -> SpanExporter:
+    """Return an exporter to a URL such as http://HOST:4318/v1/traces."""
+    return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S, session=_Deaf())
+
+
+class _Deaf(requests.Session):
+    """Reads no bodies: an endless one would keep the thread, and could fill the memory."""
+
+    def request(self, *args: Any, **options: Any) -> requests.Response:
+        response = super().request(*args, **{**options, "stream": True})
+        response.close()
+        return response
+
 
 SPAN_NAME = "llm_request"
 

@@ -9,8 +9,7 @@ from diptych_frontend.installation import this_installation
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 if TYPE_CHECKING:
-    from diptych_frontend.observability.request_tracer import RequestTracer
-    from diptych_frontend.observability.span_sender import SpanSender
+    from diptych_frontend.observability.request_tracer import RequestTracer, SpanSender
 
 TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")
 MAX_STATE_CHARS = 512
@@ -36,7 +35,7 @@ def start_sender(endpoint: str | None) -> SpanSender | None:
         return None
     try:
         # Takes a while to import, and few need it.
-        from diptych_frontend.observability.span_sender import SpanSender, otlp_exporter
+        from diptych_frontend.observability.request_tracer import SpanSender, otlp_exporter
     except ModuleNotFoundError as exc:
         raise InvalidRequestError(
             f"otlp_traces_endpoint needs {exc.name}: {this_installation().add_extras('tracing')}",

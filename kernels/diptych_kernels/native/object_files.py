@@ -1,4 +1,4 @@
-"""Stores compiled kernels as object files, and compiles missing ones."""
+"""Stores compiled kernels as object files, for a target of LLVM's each, and compiles missing ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,58 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from diptych_kernels.cpu_level import CpuLevel
 from diptych_kernels.made_once import locked, user_folder, whole
-from diptych_kernels.native.targets import Target, target_of
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target in LLVM's terms."""
+
+    cpu: str
+    features: str
+
+
+WIDE: Final = "-prefer-256-bit"
+"""Permits vectors of 512 bits: LLVM avoids them for x86-64-v4, whose first processors slow down for
+them."""
+VNNI: Final = f"{WIDE},+avx512vnni,+fast-dpwssd"
+"""LLVM replaces a product of words by two slower instructions unless it is told that it is fast."""
+DOTS: Final = "+avx512bf16"
+OF_LEVEL: Final = {
+    CpuLevel.AVX2: Target("x86-64-v3", ""),
+    CpuLevel.VNNI: Target("x86-64-v4", VNNI),
+    CpuLevel.AMX: Target("x86-64-v4", f"{VNNI},{DOTS},+amx-tile,+amx-bf16"),
+}
+LOWEST_LEVEL: Final = {"bf16_": CpuLevel.VNNI, "byte_": CpuLevel.VNNI, "amx_": CpuLevel.AMX}
+"""The lowest level of kernels, by the beginnings of their names. Others exist from AVX2 on."""
+
+
+def needs_bfloat16_dots(name: str) -> bool:
+    """Whether a kernel multiplies pairs of bfloat16, which not all processors of level VNNI can."""
+    return name.startswith("bf16_")
+
+
+def lowest_level(name: str) -> CpuLevel:
+    """Return the lowest level with such a kernel."""
+    found = (level for beginning, level in LOWEST_LEVEL.items() if name.startswith(beginning))
+    return next(found, CpuLevel.AVX2)
+
+
+def target_of(name: str, level: CpuLevel) -> Target:
+    """Return the target of a kernel, for use at a level that has it."""
+    target = OF_LEVEL[level]
+    if level is not CpuLevel.VNNI or not needs_bfloat16_dots(name):
+        return target
+    return Target(target.cpu, f"{target.features},{DOTS}")
+
 
 COMPILE_TIMEOUT_S = 600.0
 """Time limit, in seconds, for all kernels that one process compiles, which takes about half a

@@ -12,7 +12,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import ClassVar, Protocol
 
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion
 from diptych_kv_transfer.signing.references import HingeKey
 from diptych_kv_transfer.tables.actions import Address, Peer
 from diptych_kv_transfer.tables.events import Event

@@ -30,7 +30,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from diptych_frontend.observability.span_sender import SpanSender
+from diptych_frontend.observability.request_tracer import SpanSender
 from diptych_protocol import EngineCoreRequest
 from diptych_protocol.wire import time_of_day
 from diptych_router.requests.request_record import RequestRecord

@@ -19,8 +19,7 @@ from span_collector import span_collector
 from diptych_engine import LLMEngine
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.observability.request_tracer import RequestTracer
-from diptych_frontend.observability.span_sender import SpanSender
+from diptych_frontend.observability.request_tracer import RequestTracer, SpanSender
 from diptych_frontend.observability.tracing import start_tracer, trace_context
 from diptych_protocol import (
     EngineConfig,

@@ -6,7 +6,7 @@ import torch
 
 from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_kernels.block_copy.copies import BlockCopies
-from diptych_kv_transfer.memory.region import MemoryKind
+from diptych_kv_transfer.memory.shard import MemoryKind
 
 
 def test_blocks_on_the_host_travel_from_where_they_are_unless_told_otherwise() -> None:

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from diptych_kv_transfer.memory.layout import GEOMETRY, Layout
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.memory.repack import repack
-from diptych_kv_transfer.memory.shard import Shard
+from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion, Shard
 from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.tables.actions import (
     Action,

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from diptych_kv_transfer.memory.region import MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.tables.events import TransferEnded
 from diptych_kv_transfer.transports.ucx import frames, same_host, ucx_transfer
 from diptych_kv_transfer.transports.ucx.exchange import (

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from waits import FOR_EVER_S, PATIENCE_S, Deadline, source_of
 
-from diptych_kv_transfer.memory.region import MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.signing.references import PUBLIC_KEY
 from diptych_kv_transfer.tables.events import (
     Connected,

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
-from diptych_kv_transfer.memory.shard import Shard
+from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion, Shard
 
 
 class CopiedMemory:

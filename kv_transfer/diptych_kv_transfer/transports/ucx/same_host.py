@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diptych_kv_transfer.memory.region import MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.transports.ucx import libucp, requests
 from diptych_kv_transfer.transports.ucx.frames import Introduction, Span
 from diptych_kv_transfer.transports.ucx.libucp import UcpError, check, lib

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from diptych_kv_transfer.memory.region import MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.transports.ucx import requests
 from diptych_kv_transfer.transports.ucx.frames import Span
 from diptych_kv_transfer.transports.ucx.libucp import IN_PROGRESS, OK, UcpError

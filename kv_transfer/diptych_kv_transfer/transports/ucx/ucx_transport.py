@@ -24,7 +24,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
+from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion
 from diptych_kv_transfer.signing.handshake import NONCE_BYTES, AuthenticationError, Handshake
 from diptych_kv_transfer.signing.references import HingeKey
 from diptych_kv_transfer.tables.actions import Address, Peer

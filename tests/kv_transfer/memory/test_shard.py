@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from engine_kit.copied_memory import CopiedMemory
 
-from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
-from diptych_kv_transfer.memory.shard import Shard
+from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion, Shard
 from diptych_kv_transfer.regions import Regions
 
 HOST = {MemoryKind.HOST}
