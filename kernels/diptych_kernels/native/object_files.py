@@ -1,4 +1,4 @@
-"""Stores compiled kernels as object files, for a target of LLVM's each, and compiles missing ones."""
+"""Stores compiled kernels as object files, one for each target, and compiles missing ones."""
 
 from __future__ import annotations
 
