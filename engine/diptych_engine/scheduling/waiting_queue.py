@@ -3,8 +3,7 @@ it, and the sessions that wait for the next piece of their prompts."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,48 +11,22 @@ from diptych_engine.scheduling.request import Request
 from diptych_frontend.fair_share import FairShare
 from diptych_protocol import SchedulingPolicy
 
+Lane = list[Request]
+"""One tenant's requests, in the order in which they get their shares.
 
-class TenantLane(ABC):
-    """One tenant's requests, in the order in which they get their shares.
-
-    It is a list rather than a heap or a deque. The admission limit bounds it, so an insertion moves
-    a few kilobytes, and it can be read in order and from its end.
-    """
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-
-    @abstractmethod
-    def push(self, request: Request) -> None:
-        """Add a new request."""
-
-    @abstractmethod
-    def push_front(self, request: Request) -> None:
-        """Add a request that has waited its turn before: preempted, or back from receiving KV."""
-
-    @abstractmethod
-    def remove(self, request: Request) -> None:
-        """Remove a request. Raises `ValueError` if it does not wait."""
-
-    def peek(self) -> Request:
-        """Return the next request. Raises `IndexError` when none waits."""
-        return self._requests[0]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __reversed__(self) -> Iterator[Request]:
-        return reversed(self._requests)
+It is a list rather than a heap or a deque. The admission limit bounds it, so an insertion moves a
+few kilobytes, and it can be read in order and from its end.
+"""
+Insert = Callable[[Lane, Request, bool], None]
+"""Puts a request in its place in a lane. The last argument: whether it has waited its turn before,
+and was preempted or is back from receiving KV."""
 
 
 def make_queue(policy: SchedulingPolicy, tenants: FairShare) -> FairQueue:
     """Return an empty queue in the order of a policy, fair to tenants within it."""
     if policy == "priority":
-        return FairQueue(PriorityQueue, turn_in_class, tenants)
-    return FairQueue(FcfsQueue, service, tenants)
+        return FairQueue(insert_by_turn, turn_in_class, tenants)
+    return FairQueue(insert_by_arrival, service, tenants)
 
 
 class FairQueue:
@@ -62,50 +35,48 @@ class FairQueue:
     With a single tenant it is that tenant's queue.
     """
 
-    def __init__(
-        self,
-        make_lane: Callable[[], TenantLane],
-        order: Callable[[Request], Any],
-        tenants: FairShare,
-    ) -> None:
+    def __init__(self, insert: Insert, order: Callable[[Request], Any], tenants: FairShare) -> None:
         """order: a key; of the first requests of two tenants the one with the smaller
         key is next."""
-        self._make_lane = make_lane
+        self._insert = insert
         self._order = order
         self._tenants = tenants
-        self._lanes: dict[str, TenantLane] = {}
+        self._lanes: dict[str, Lane] = {}
         """By tenant; none is empty."""
         self._size = 0
 
     def push(self, request: Request) -> None:
-        self._lane(request).push(request)
+        self._insert(self._lane(request), request, False)
 
     def push_front(self, request: Request) -> None:
-        self._lane(request).push_front(request)
+        """Add a request that has waited its turn before: see `Insert`."""
+        self._insert(self._lane(request), request, True)
 
-    def _lane(self, request: Request) -> TenantLane:
+    def _lane(self, request: Request) -> Lane:
         """Where one more request of this tenant is to go."""
         self._size += 1
         lane = self._lanes.get(request.account.tenant)
         if lane is None:
-            lane = self._lanes[request.account.tenant] = self._make_lane()
+            lane = self._lanes[request.account.tenant] = []
             self._tenants.begin_to_wait(request.account)
         return lane
 
     def peek(self) -> Request:
+        """Return the next request. Raises `IndexError` when none waits."""
         if len(self._lanes) == 1:
-            return next(iter(self._lanes.values())).peek()
+            return next(iter(self._lanes.values()))[0]
         if not self._lanes:
             raise IndexError("nobody waits")
-        return min((lane.peek() for lane in self._lanes.values()), key=self._order)
+        return min((lane[0] for lane in self._lanes.values()), key=self._order)
 
     def remove(self, request: Request) -> None:
+        """Remove a request. Raises `ValueError` if it does not wait."""
         lane = self._lanes.get(request.account.tenant)
         if lane is None:
             raise ValueError(f"request {request.request_id} does not wait")
         lane.remove(request)
         self._size -= 1
-        if not len(lane):
+        if not lane:
             del self._lanes[request.account.tenant]
             self._tenants.cease_to_wait(request.account)
 
@@ -114,7 +85,7 @@ class FairQueue:
         lane = self._lanes.get(tenant)
         return 0 if lane is None else len(lane)
 
-    def longest(self) -> TenantLane:
+    def longest(self) -> Lane:
         """Return the requests of the tenant that has most here. Raises `ValueError` when none
         waits."""
         return max(self._lanes.values(), key=len)
@@ -130,50 +101,29 @@ class FairQueue:
         for lane in reversed(self._in_order()):
             yield from reversed(lane)
 
-    def _in_order(self) -> list[TenantLane]:
-        return sorted(self._lanes.values(), key=lambda lane: self._order(lane.peek()))
+    def _in_order(self) -> list[Lane]:
+        return sorted(self._lanes.values(), key=lambda lane: self._order(lane[0]))
 
 
-class FcfsQueue(TenantLane):
+def insert_by_arrival(lane: Lane, request: Request, waited: bool) -> None:
     """First come, first served. A request that was served before comes first again.
 
     A request with a deadline goes before those at the end of the queue that are due later, but not
     before one without a deadline. So if all have deadlines, they are served by them, and a request
     that arrived after another was due never overtakes it.
     """
-
-    def push(self, request: Request) -> None:
-        if not request.deadline_s:
-            self._requests.append(request)
-            return
-        at = len(self._requests)
-        for other in reversed(self._requests):
+    at = 0 if waited else len(lane)
+    if request.deadline_s and not waited:
+        for other in reversed(lane):
             if not other.deadline_s or other.due_at <= request.due_at:
                 break
             at -= 1
-        self._requests.insert(at, request)
-
-    def push_front(self, request: Request) -> None:
-        self._requests.insert(0, request)
-
-    def remove(self, request: Request) -> None:
-        self._requests.remove(request)
+    lane.insert(at, request)
 
 
-class PriorityQueue(TenantLane):
+def insert_by_turn(lane: Lane, request: Request, waited: bool) -> None:
     """Lower priorities first; equal ones by when they are due, even if some were served before."""
-
-    def push(self, request: Request) -> None:
-        insort(self._requests, request, key=turn)
-
-    def push_front(self, request: Request) -> None:
-        self.push(request)
-
-    def remove(self, request: Request) -> None:
-        index = bisect_left(self._requests, turn(request), key=turn)
-        if index == len(self._requests) or self._requests[index] is not request:
-            raise ValueError(f"request {request.request_id} does not wait")
-        del self._requests[index]
+    insort(lane, request, key=turn)
 
 
 def turn(request: Request) -> tuple[int, float, str]:

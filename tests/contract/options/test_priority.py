@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_engine.scheduling.request import Request
-from diptych_engine.scheduling.waiting_queue import FcfsQueue, PriorityQueue, turn
+from diptych_engine.scheduling.waiting_queue import make_queue, turn
 from diptych_engine.serving.build_core import build_core
+from diptych_frontend.fair_share import FairShare
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer
@@ -102,8 +103,9 @@ def test_contract_B08_any_priorities_finish_with_the_tokens_they_would_have_alon
     assert scheduler.pool.num_free == num_blocks
 
 
-@pytest.mark.parametrize("queue", [FcfsQueue(), PriorityQueue()], ids=["fcfs", "priority"])
-def test_contract_B08_a_request_leaves_the_queue_once(queue: FcfsQueue | PriorityQueue) -> None:
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_contract_B08_a_request_leaves_the_queue_once(policy: SchedulingPolicy) -> None:
+    queue = make_queue(policy, FairShare(0.0))
     a, b = requests_of([(0, 0.0), (0, 0.0)])
     queue.push(a)
     queue.push(b)
