@@ -138,11 +138,7 @@ async def serve(
         sites.append(Site(build_app(engine, metrics=metrics), api_listener))
     if admin_listener is not None:
         admin = AdminRoutes(engine, config.drain_seconds)
-        routes = [
-            *admin.routes(),
-            *ControlRoutes(engine).routes(),
-            *WeightRoutes(engine).routes(),
-        ]
+        routes = [*admin.routes(), *ControlRoutes(engine).routes(), *WeightRoutes(engine).routes()]
         sites.append(Site(build_admin_app(args.keys, routes), admin_listener))
 
     async def drain() -> None:

@@ -40,12 +40,7 @@ from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
 from diptych_frontend.responses_api.store import ResponseStore
 from diptych_frontend.text.templates import confined_templates
 from diptych_frontend.tool_calls.formats import format_for
-from diptych_frontend.vllm_api.scoring import (
-    RERANK_PATHS,
-    SCORE_PATHS,
-    RerankRequest,
-    ScoreRequest,
-)
+from diptych_frontend.vllm_api.scoring import RERANK_PATHS, SCORE_PATHS, RerankRequest, ScoreRequest
 from diptych_frontend.vllm_api.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -53,12 +48,7 @@ from diptych_frontend.vllm_api.tokenization import (
     detokenized,
     tokenized,
 )
-from diptych_protocol import (
-    UNSAID,
-    EngineClient,
-    OurOptions,
-    SamplingDefaults,
-)
+from diptych_protocol import UNSAID, EngineClient, OurOptions, SamplingDefaults
 from diptych_protocol.router_settings import UnknownFields
 
 OURS: Final[dict[str, frozenset[str]]] = {

@@ -276,12 +276,7 @@ class _Look:
 
 
 def _promising(
-    pool: _Pool,
-    scaling: Autoscaling | None,
-    learned: Learned,
-    look: _Look,
-    *,
-    known: bool,
+    pool: _Pool, scaling: Autoscaling | None, learned: Learned, look: _Look, *, known: bool
 ) -> tuple[_Pool, Learned]:
     """The pool, with at least the pods that its promise needs, and what was learned of that.
 

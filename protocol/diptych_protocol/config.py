@@ -116,8 +116,7 @@ class EngineConfig(EngineSettings, frozen=True, omit_defaults=True):
         str, Meta(description="The name clients use; empty means the last part of `model`.")
     ] = ""
     engine_id: Annotated[
-        str,
-        Meta(description="A name for logs, metrics and hand-offs; empty takes a random one."),
+        str, Meta(description="A name for logs, metrics and hand-offs; empty takes a random one.")
     ] = ""
     node: Annotated[
         str,
@@ -216,8 +215,7 @@ class EngineConfig(EngineSettings, frozen=True, omit_defaults=True):
     ] = ""
     drain_seconds: Annotated[float, DRAIN, Meta(ge=0)] = 30.0
     worker_extension: Annotated[
-        str,
-        Meta(description="module:Class with worker methods of your own for collective_rpc."),
+        str, Meta(description="module:Class with worker methods of your own for collective_rpc.")
     ] = ""
     allow_functions: Annotated[
         bool,
@@ -258,8 +256,7 @@ class EngineConfig(EngineSettings, frozen=True, omit_defaults=True):
         ),
     ] = 1
     data_parallel_rank: Annotated[
-        int,
-        Meta(ge=0, description="This core's place among them; the front-end sets it."),
+        int, Meta(ge=0, description="This core's place among them; the front-end sets it.")
     ] = 0
     data_parallel_lockstep: Annotated[
         bool,

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, NoReturn
 
-from diptych_protocol.control_calls import (
-    AwaitedCalls,
-    ControlCall,
-    PauseGeneration,
-    PauseMode,
-)
+from diptych_protocol.control_calls import AwaitedCalls, ControlCall, PauseGeneration, PauseMode
 from diptych_protocol.engine_client import EngineClient
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.outputs import PoolingRequestOutput

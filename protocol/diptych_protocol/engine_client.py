@@ -363,12 +363,7 @@ class EngineClient(ABC):
         """
 
     def check_admission(
-        self,
-        num_requests: int = 1,
-        request_id: str = "",
-        *,
-        num_tokens: int = 0,
-        tenant: str = "",
+        self, num_requests: int = 1, request_id: str = "", *, num_tokens: int = 0, tenant: str = ""
     ) -> None:
         """Check before an answer begins whether there is room for requests with this many prompt
         tokens.

@@ -103,23 +103,13 @@ class SpeculativeConfig(
         | None
     ) = None
     num_speculative_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Most guesses of a request in a step, if they pay.",
-        ),
+        int, Meta(ge=1, le=64, description="Most guesses of a request in a step, if they pay.")
     ] = 16
     prompt_lookup_min: Annotated[
         int, Meta(ge=1, le=64, description="Fewest last tokens that must have stood before.")
     ] = 3
     prompt_lookup_max: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Most last tokens that are compared.",
-        ),
+        int, Meta(ge=1, le=64, description="Most last tokens that are compared.")
     ] = 16
 
     @property

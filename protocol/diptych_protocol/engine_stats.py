@@ -132,8 +132,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     seconds_receiving: Annotated[
         float,
         counter(
-            "kv_transfer_receive_seconds",
-            "Sum over loads, from the open to the validated close.",
+            "kv_transfer_receive_seconds", "Sum over loads, from the open to the validated close."
         ),
     ] = 0.0
     """Sum over completed loads of the time that the request waited for the load, up to the
@@ -151,8 +150,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     leases_withdrawn: Annotated[int, _LEASES.of("withdrawn")] = 0
     """Promises that ended before they were granted."""
     leases_promised_now: Annotated[
-        int,
-        gauge("kv_transfer_leases_promised_now", "Leases of prompts that are still computed."),
+        int, gauge("kv_transfer_leases_promised_now", "Leases of prompts that are still computed.")
     ] = 0
     """Promises that have been neither granted nor withdrawn yet."""
     leases_draining: Annotated[
@@ -247,8 +245,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_waiting_for_remote_kv: Annotated[
         int,
         gauge(
-            "num_requests_waiting_for_remote_kv",
-            "Requests waiting for blocks from another engine.",
+            "num_requests_waiting_for_remote_kv", "Requests waiting for blocks from another engine."
         ),
     ] = 0
     blocks_total: Annotated[int, gauge("kv_cache_blocks", "KV blocks of the engine.")] = 0
@@ -298,8 +295,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_waiting_for_input: Annotated[
         int,
         gauge(
-            "num_requests_waiting_for_input",
-            "Requests waiting for the next piece of their prompt.",
+            "num_requests_waiting_for_input", "Requests waiting for the next piece of their prompt."
         ),
     ] = 0
     """They may hold blocks."""
@@ -315,8 +311,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
         ),
     ] = 0
     malformed_messages: Annotated[
-        int,
-        counter("malformed_messages", "Messages of clients that the engine could not read."),
+        int, counter("malformed_messages", "Messages of clients that the engine could not read.")
     ] = 0
     images_encoded: Annotated[
         int, counter("images_encoded", "Images that the vision tower computed.")

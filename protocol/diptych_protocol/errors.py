@@ -38,12 +38,7 @@ class InvalidRequestError(DiptychError, ValueError):
     """The request can never succeed as written."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        status: int = 400,
-        code: str | None = None,
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
     ) -> None:
         super().__init__(message)
         self.param = param

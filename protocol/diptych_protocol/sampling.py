@@ -241,8 +241,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     ) = None
     top_k: (
         Annotated[
-            int,
-            Meta(ge=0, le=2**31 - 1, description="So many of the likeliest tokens; 0: all."),
+            int, Meta(ge=0, le=2**31 - 1, description="So many of the likeliest tokens; 0: all.")
         ]
         | None
     ) = None

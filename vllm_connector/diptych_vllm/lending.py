@@ -137,12 +137,7 @@ class Lending:
         return [Withdraw(former.lease_id), promise]
 
     def finished(
-        self,
-        request_id: str,
-        engine: KVTransferParams,
-        block_ids: BlockIds,
-        *,
-        lends: bool,
+        self, request_id: str, engine: KVTransferParams, block_ids: BlockIds, *, lends: bool
     ) -> tuple[list[Order], dict[str, Any] | None]:
         """A request has finished, and `block_ids` hold its KV.
 

@@ -18,13 +18,7 @@ import torch
 
 from diptych_kernels.call_table import WIDTH
 from diptych_kernels.cpu_kernels import CASES
-from diptych_kernels.cpu_level import (
-    CpuLevel,
-    CpuLevelError,
-    cpu_level,
-    machine_level,
-    use_level,
-)
+from diptych_kernels.cpu_level import CpuLevel, CpuLevelError, cpu_level, machine_level, use_level
 from diptych_kernels.native.kernel import kernel_of, load
 from diptych_kernels.native.tile_layout import BF16, LEVEL_BITS
 from diptych_kernels.paged_attention.cpu import fills_vectors, number_of

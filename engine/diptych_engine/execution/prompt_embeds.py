@@ -84,10 +84,7 @@ class PromptEmbeds:
         return {"_forget_images": self.images.forget}
 
     def among(
-        self,
-        plan: StepPlan,
-        shares: Sequence[ScheduledRequest],
-        query_starts: NDArray[np.int64],
+        self, plan: StepPlan, shares: Sequence[ScheduledRequest], query_starts: NDArray[np.int64]
     ) -> GivenEmbeddings | None:
         """Return the rows for a step's tokens; None if all of those are plain tokens.
 

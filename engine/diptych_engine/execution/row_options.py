@@ -222,9 +222,7 @@ def change_logits(
 
 
 def _process_logits(
-    logits: Tensor,
-    wanted: Sequence[tuple[int, Sequence[Processor]]],
-    requests: Sequence[Request],
+    logits: Tensor, wanted: Sequence[tuple[int, Sequence[Processor]]], requests: Sequence[Request]
 ) -> dict[str, DiptychError]:
     """Let each of the `wanted` rows be changed by its functions, in place.
 

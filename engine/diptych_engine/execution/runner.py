@@ -477,12 +477,7 @@ class ModelRunner:
             self._embeds.admit(request.request_id, request.prompt_embeds)
 
     def _inputs(
-        self,
-        shares: Sequence[ScheduledRequest],
-        rows: list[int],
-        num_decodes: int,
-        *,
-        ahead: bool,
+        self, shares: Sequence[ScheduledRequest], rows: list[int], num_decodes: int, *, ahead: bool
     ) -> StepInputs:
         """The step's tokens and what the model must know of them."""
         own_rows = _to_array(rows)

@@ -174,10 +174,7 @@ class Sampler:
                         following.append(i + 1)
             failed, is_first, turn = (result.failed if is_first else failed), False, following
         result = StepResult(
-            tokens,
-            logprobs if any(logprobs) else None,
-            nans if any(nans) else None,
-            failed=failed,
+            tokens, logprobs if any(logprobs) else None, nans if any(nans) else None, failed=failed
         )
         return lambda: result
 

@@ -35,11 +35,7 @@ class LoraBank:
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """The methods for the core, not for clients."""
-        return {
-            "_inspect_lora": self.inspect,
-            "_load_lora": self.load,
-            "_unload_lora": self.unload,
-        }
+        return {"_inspect_lora": self.inspect, "_load_lora": self.load, "_unload_lora": self.unload}
 
     def __len__(self) -> int:
         return len(self._adapters)

@@ -23,12 +23,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
-from diptych_engine.models.layer import (
-    AttentionWeights,
-    LayerWeights,
-    MixtureWeights,
-    empty_layer,
-)
+from diptych_engine.models.layer import AttentionWeights, LayerWeights, MixtureWeights, empty_layer
 from diptych_engine.models.layer_calls import (
     KindInputs,
     LayerCalls,

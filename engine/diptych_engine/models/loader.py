@@ -257,11 +257,7 @@ class _Load:
     """The way of the tensors of a file, or of several, into a model."""
 
     def __init__(
-        self,
-        opened: _Opened,
-        packables: Sequence[Packable],
-        bits: int | None,
-        progress: Progress,
+        self, opened: _Opened, packables: Sequence[Packable], bits: int | None, progress: Progress
     ) -> None:
         self._slots, self._table = opened.slots, opened.table
         self._files, self._reorder = opened.files, opened.reorder

@@ -60,11 +60,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
         {RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED}
     ),
     RequestStatus.RUNNING: frozenset(
-        {
-            RequestStatus.PREEMPTED,
-            RequestStatus.WAITING_FOR_STREAMING_REQ,
-            RequestStatus.FINISHED,
-        }
+        {RequestStatus.PREEMPTED, RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.FINISHED}
     ),
     RequestStatus.WAITING_FOR_STREAMING_REQ: frozenset(
         {RequestStatus.WAITING, RequestStatus.FINISHED}

@@ -132,11 +132,7 @@ def start_runner(
 
 
 def keep_blocks(
-    config: EngineConfig,
-    files: KeptFiles,
-    recipe: bytes,
-    runner: ModelRunner,
-    scheduler: Scheduler,
+    config: EngineConfig, files: KeptFiles, recipe: bytes, runner: ModelRunner, scheduler: Scheduler
 ) -> KeptBlocks:
     """Adopt what a former engine has left in these files, and keep what this one computes. Raises
     `InvalidRequestError` if there is no room."""
@@ -174,9 +170,7 @@ def kept_on_disk(
 
 
 def build_core(
-    config: EngineConfig,
-    keys: CurveKeys | None = None,
-    stand_by: Callable[[], None] = lambda: None,
+    config: EngineConfig, keys: CurveKeys | None = None, stand_by: Callable[[], None] = lambda: None
 ) -> EngineCore:
     """Load the model and build the engine.
 

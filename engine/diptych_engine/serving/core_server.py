@@ -34,12 +34,7 @@ from diptych_frontend.core_client.heartbeat_timer import (
     HeartbeatTimer,
 )
 from diptych_frontend.core_client.prefix_news import PrefixNews
-from diptych_frontend.core_client.wire_server import (
-    AT_WORK,
-    WireServer,
-    check_pending,
-    failure_of,
-)
+from diptych_frontend.core_client.wire_server import AT_WORK, WireServer, check_pending, failure_of
 from diptych_protocol import (
     CurveKeys,
     EngineCoreOutputs,

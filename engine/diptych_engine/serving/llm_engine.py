@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 from diptych_engine.serving.engine_reports import EngineReports, log_interval_s
-from diptych_engine.serving.sync_core import (
-    SyncCore,
-    lockstep_group_of,
-    make_core,
-    wants_process,
-)
+from diptych_engine.serving.sync_core import SyncCore, lockstep_group_of, make_core, wants_process
 from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.core_client.foreign_options import MM_REGISTRY, with_executor
 from diptych_frontend.observability.metrics import RequestProgress, ServerMetrics

@@ -151,9 +151,7 @@ class JsonSchemaFormat(
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    RULES: ClassVar[Rules] = {
-        "task_budget": refused("use max_tokens"),
-    }
+    RULES: ClassVar[Rules] = {"task_budget": refused("use max_tokens")}
 
     effort: Effort | None = None
     format: JsonSchemaFormat | None = None

@@ -10,11 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from diptych_frontend.anthropic.api_types import MessagesRequest
-from diptych_frontend.openai.api_types import (
-    MAX_MESSAGES,
-    ChatCompletionRequest,
-    CompletionRequest,
-)
+from diptych_frontend.openai.api_types import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
 from diptych_frontend.openai.embeddings import MAX_INPUTS, EmbeddingRequest
 from diptych_frontend.responses_api.api_types import ResponsesRequest
 from diptych_frontend.vllm_api import scoring
@@ -27,10 +23,7 @@ Narrower = Mapping[str, Schema]
 
 _FILLED: Final[Schema] = {"minLength": 1}
 _STOP: Final[Schema] = {"minLength": 1, "maxLength": sampling.MAX_STOP_CHARS}
-_STOPS: Final[Schema] = {
-    "maxItems": sampling.MAX_STOPS,
-    "items": {"type": "string", **_STOP},
-}
+_STOPS: Final[Schema] = {"maxItems": sampling.MAX_STOPS, "items": {"type": "string", **_STOP}}
 _SAMPLING: Final[Mapping[str, Narrower]] = {
     "n": {"integer": {"minimum": 1, "maximum": sampling.MAX_N}},
     "temperature": {"number": {"minimum": 0, "maximum": 100}},

@@ -44,12 +44,7 @@ from diptych_frontend.vllm_api.scoring import (
     ScoreList,
     ScoreRequest,
 )
-from diptych_frontend.vllm_api.tokenization import (
-    DetokenizeRequest,
-    Text,
-    TokenizeRequest,
-    Tokens,
-)
+from diptych_frontend.vllm_api.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 
 Kind = type[msgspec.Struct]
 

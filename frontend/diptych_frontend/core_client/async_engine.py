@@ -338,12 +338,7 @@ class AsyncEngine(EngineClient):
         return collector
 
     def check_admission(
-        self,
-        num_requests: int = 1,
-        request_id: str = "",
-        *,
-        num_tokens: int = 0,
-        tenant: str = "",
+        self, num_requests: int = 1, request_id: str = "", *, num_tokens: int = 0, tenant: str = ""
     ) -> None:
         self._check_usable()
         self._check_room(num_requests, num_tokens, tenant)

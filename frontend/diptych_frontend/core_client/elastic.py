@@ -115,9 +115,7 @@ class Resizer:
                 continue
             self._group.add(
                 msgspec.structs.replace(
-                    request,
-                    data_parallel_rank=None,
-                    generated_token_ids=tokens or None,
+                    request, data_parallel_rank=None, generated_token_ids=tokens or None
                 )
             )
         log.info("rank %d gave %d requests away", member.rank, len(generated))

@@ -242,10 +242,7 @@ class PoolingRoute:
 
     async def _encode(self, job: Job, index: int, prompt: TokensPrompt) -> PoolingRequestOutput:
         outputs = self._engine.encode(
-            prompt,
-            job.params,
-            f"{job.exchange.request_id}-{index}",
-            **job.options,
+            prompt, job.params, f"{job.exchange.request_id}-{index}", **job.options
         )
         num_tokens, exchange = len(prompt["prompt_token_ids"]), job.exchange
         progress = RequestProgress(self._metrics, num_tokens, exchange.tenant, exchange.bill)

@@ -6,12 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diptych_frontend.reasoning.formats import (
-    PROMPT_TAIL,
-    ReasoningFormat,
-    begins_ended,
-    format_of,
-)
+from diptych_frontend.reasoning.formats import PROMPT_TAIL, ReasoningFormat, begins_ended, format_of
 from diptych_frontend.reasoning.request_options import said_ended
 from diptych_frontend.reasoning.splitter import Splitter
 from diptych_protocol import CompletionOutput, EngineClient
@@ -49,9 +44,7 @@ class ReasoningParser:
         calls: calls of tools belong to the answer.
         """
         ended = begins_ended(
-            self._style,
-            said_ended(None, kwargs),
-            lambda: self._decode(list(prompt[-PROMPT_TAIL:])),
+            self._style, said_ended(None, kwargs), lambda: self._decode(list(prompt[-PROMPT_TAIL:]))
         )
         style = self._style
         splitter = style.call_splitter if calls and style.call_splitter else style.splitter
@@ -86,10 +79,7 @@ class AnswerReader:
     """Splits one answer, output by output."""
 
     def __init__(
-        self,
-        splitter: Callable[[bool | None], Splitter],
-        ended: bool | None,
-        token_text: TokenText,
+        self, splitter: Callable[[bool | None], Splitter], ended: bool | None, token_text: TokenText
     ) -> None:
         self._text = splitter(ended)
         self._tokens = splitter(ended)

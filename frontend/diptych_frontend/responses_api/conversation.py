@@ -96,10 +96,7 @@ def _instructions(request: ResponsesRequest) -> list[ChatMessage]:
 
 def _tool(tool: FunctionTool) -> tools.Tool:
     function = tools.FunctionTool(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
     return tools.Tool(type="function", function=function)
 

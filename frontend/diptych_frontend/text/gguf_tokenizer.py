@@ -8,15 +8,7 @@ from itertools import islice
 from typing import Any, Final, TypeVar
 
 import msgspec
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from diptych_frontend.text.tokenizer import Tokenizer

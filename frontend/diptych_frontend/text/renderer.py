@@ -71,8 +71,7 @@ def plain_message(message: Any, index: int, images: list[GivenImage] | None) -> 
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequestError(
-            f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}",
-            param=f"{where}.role",
+            f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", param=f"{where}.role"
         )
     content, where = message.get("content"), f"{where}.content"
     if images is None:

@@ -11,11 +11,7 @@ import msgspec
 import diptych_protocol
 from diptych_frontend.core_client.foreign_options import Foreign, foreign_fields, judge_foreign
 from diptych_frontend.reasoning.formats import name_of
-from diptych_protocol import (
-    EngineConfig,
-    InvalidRequestError,
-    StructuredOutputsParams,
-)
+from diptych_protocol import EngineConfig, InvalidRequestError, StructuredOutputsParams
 
 Base = TypeVar("Base", bound=msgspec.Struct)
 FORMS: Final = "use structured_outputs, or logit_bias"

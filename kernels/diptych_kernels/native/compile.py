@@ -35,11 +35,7 @@ def compile_kernel(name: str, number: int) -> bytes:
     module = llvm.parse_assembly(compiled.inspect_llvm())
     module.get_function(compiled.native_name).name = "kernel"
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=config.CPU_NAME,
-        features=config.CPU_FEATURES,
-        opt=3,
-        codemodel="jitdefault",
-        jit=True,
+        cpu=config.CPU_NAME, features=config.CPU_FEATURES, opt=3, codemodel="jitdefault", jit=True
     )
     object_file: bytes = machine.emit_object(module)
     return object_file

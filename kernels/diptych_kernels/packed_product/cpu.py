@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import (
-    AmxProduct,
-    PackedProduct,
-    PackedRows,
-    places_of,
-)
+from diptych_kernels.native.arguments import AmxProduct, PackedProduct, PackedRows, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.tile_layout import (
     BYTE,

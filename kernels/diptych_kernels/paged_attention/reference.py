@@ -76,12 +76,7 @@ def prefill(
         )  # fmt: skip
         return attended.squeeze(0).transpose(0, 1)
     attended = F.scaled_dot_product_attention(
-        own,
-        keys,
-        values,
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        enable_gqa=True,
+        own, keys, values, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
     )
     return attended.squeeze(0).transpose(0, 1)
 

@@ -61,10 +61,7 @@ def snake_case(name: str) -> str:
 
 
 def spec_part(
-    name: str,
-    settings: type[msgspec.Struct],
-    names: Collection[str] = (),
-    **own: tuple[Any, Any],
+    name: str, settings: type[msgspec.Struct], names: Collection[str] = (), **own: tuple[Any, Any]
 ) -> type[msgspec.Struct]:
     """Make a part of the spec from a configuration's fields, in camelCase, and its own.
 

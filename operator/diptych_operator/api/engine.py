@@ -76,7 +76,7 @@ else:
                 Meta(
                     description="Container image of the engine pods; left out, the operator's. "
                     "The status says which it is. The runtime vllm needs one, such as "
-                    "vllm/vllm-openai:v0.32.0.",
+                    "vllm/vllm-openai:v0.32.0."
                 ),
             ],
             "",
@@ -236,7 +236,7 @@ class PrefillEngine(SpecPart, frozen=True):
         ImageReference,
         Meta(
             description="Container image of prefill pods; left out, spec.engine.image. It must be "
-            "the same build of vLLM.",
+            "the same build of vLLM."
         ),
     ] = ""
     args: Annotated[

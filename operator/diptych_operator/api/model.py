@@ -19,18 +19,13 @@ class ModelCredentials(SpecPart, frozen=True):
         Meta(
             description="A Secret in this namespace with the keys `token` (hf://, https://), or "
             "`access-key-id`, `secret-access-key` and perhaps `session-token`, `region` and "
-            "`endpoint` (s3://). Only what fetches sees it.",
+            "`endpoint` (s3://). Only what fetches sees it."
         ),
     ]
 
 
 class PersistentVolume(SpecPart, frozen=True):
-    claim_name: Annotated[
-        ClaimName,
-        Meta(
-            description="A PersistentVolumeClaim in this namespace.",
-        ),
-    ]
+    claim_name: Annotated[ClaimName, Meta(description="A PersistentVolumeClaim in this namespace.")]
     read_only: Annotated[
         bool, Meta(description="Never write: the model must be there already.")
     ] = False
@@ -183,8 +178,7 @@ class Model(SpecPart, frozen=True):
     cache: Annotated[
         ModelCache,
         Meta(
-            description="Where fetched models are kept; left out, in each pod.",
-            **ruled(ONE_CACHE),
+            description="Where fetched models are kept; left out, in each pod.", **ruled(ONE_CACHE)
         ),
     ] = ModelCache()
     sampling: Annotated[

@@ -65,8 +65,7 @@ _TEMPLATE_HELP = (
 PodTemplate = Annotated[
     dict[str, Any],
     Meta(
-        description=_TEMPLATE_HELP,
-        extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
+        description=_TEMPLATE_HELP, extra_json_schema={"x-kubernetes-preserve-unknown-fields": True}
     ),
 ]
 PodTemplateRemove = Annotated[
@@ -158,11 +157,7 @@ ScaledBy = Annotated[
 ]
 MinReplicas = Annotated[
     int,
-    Meta(
-        ge=0,
-        le=1000,
-        description="Fewest pods. 0, in both pools, lets an idle service sleep.",
-    ),
+    Meta(ge=0, le=1000, description="Fewest pods. 0, in both pools, lets an idle service sleep."),
 ]
 MaxReplicas = Annotated[int, Meta(ge=1, le=1000, description="Most pods.")]
 ScaleDownSeconds = Annotated[
@@ -242,8 +237,7 @@ ONE_SCALE = Rule(
     "give replicas or autoscaling, not both",
 )
 Replicas = Annotated[
-    int,
-    Meta(ge=1, le=1000, description="Engine pods in this pool; 1 if autoscaling is not set."),
+    int, Meta(ge=1, le=1000, description="Engine pods in this pool; 1 if autoscaling is not set.")
 ]
 
 

@@ -82,7 +82,7 @@ class KeyList(SpecPart, frozen=True):
         SecretName,
         Meta(
             description="A Secret in this namespace, in the form of an InferenceService's "
-            "router.apiKeys. Services get the client's key: give them the same Secret, or none.",
+            "router.apiKeys. Services get the client's key: give them the same Secret, or none."
         ),
     ]
 
@@ -118,8 +118,7 @@ class RouteStatus(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omi
     ]
     url: Annotated[str, Meta(description="Base URL of the OpenAI API inside the cluster.")]
     conditions: Annotated[
-        list[Condition],
-        Meta(description="Ready: it serves, and its services can answer."),
+        list[Condition], Meta(description="Ready: it serves, and its services can answer.")
     ]
     ready: Annotated[str, Meta(description="Ready of wanted pods, such as 2/2.")] = ""
 

@@ -24,7 +24,7 @@ class ApiKeys(SpecPart, frozen=True):
         Meta(
             description="A Secret in this namespace. Each entry is a key: its name is the "
             "client's, for metrics and logs, its value the bearer token. Routers follow its "
-            "changes.",
+            "changes."
         ),
     ]
     cache_per_key: CachePerKey = False
@@ -35,7 +35,7 @@ class Tls(SpecPart, frozen=True):
         SecretName,
         Meta(
             description="A Secret of type kubernetes.io/tls in this namespace, as cert-manager "
-            "makes them. Routers follow its changes.",
+            "makes them. Routers follow its changes."
         ),
     ]
 
@@ -45,7 +45,7 @@ class BatchVolume(SpecPart, frozen=True):
         ClaimName,
         Meta(
             description="A PersistentVolumeClaim in this namespace, which routers write to. "
-            "Several routers need ReadWriteMany, and locks (flock) that hold across nodes.",
+            "Several routers need ReadWriteMany, and locks (flock) that hold across nodes."
         ),
     ]
 
@@ -106,9 +106,7 @@ else:
         image=(
             Annotated[
                 ImageReference,
-                Meta(
-                    description="Container image of the router pods; left out, the operator's.",
-                ),
+                Meta(description="Container image of the router pods; left out, the operator's."),
             ],
             "",
         ),
@@ -120,10 +118,7 @@ else:
             ],
             None,
         ),
-        tls=(
-            Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")],
-            None,
-        ),
+        tls=(Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")], None),
         batches=(
             Annotated[
                 Batches | None,

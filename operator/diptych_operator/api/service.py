@@ -57,7 +57,7 @@ class Transfer(SpecPart, frozen=True):
         Meta(
             description="Image that brings into vLLM's pods what speaks to routers, and our "
             "connector; left out, the operator's. If it is the engine's own image, nothing is "
-            "copied.",
+            "copied."
         ),
     ] = ""
     transport: Annotated[
@@ -335,18 +335,10 @@ SPEC_RULES = (
 
 class Spec(SpecPart, frozen=True, kw_only=True):
     model: Annotated[
-        Model,
-        Meta(
-            description="The model that both pools serve.",
-            **ruled(*MODEL_RULES),
-        ),
+        Model, Meta(description="The model that both pools serve.", **ruled(*MODEL_RULES))
     ]
     engine: Annotated[
-        Engine,
-        Meta(
-            description="Engine settings, equal in both pools.",
-            **ruled(*ENGINE_RULES),
-        ),
+        Engine, Meta(description="Engine settings, equal in both pools.", **ruled(*ENGINE_RULES))
     ] = Engine()
     transfer: Annotated[
         Transfer, Meta(description="The hand-off of KV blocks from prefill to decode.")
@@ -376,10 +368,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
             **ruled(ONE_ROUTER_WITHOUT_VOLUME),
         ),
     ] = Router()
-    slo: Annotated[
-        Slo,
-        Meta(description="What the service promises to each request."),
-    ] = Slo()
+    slo: Annotated[Slo, Meta(description="What the service promises to each request.")] = Slo()
     workload: Workload = "Deployment"
     rollout: Annotated[
         Rollout,
@@ -433,13 +422,7 @@ class InferenceService(SpecPart, frozen=True):
     ]
     kind: Annotated[Literal["InferenceService"], Meta(description="Always InferenceService.")]
     metadata: ObjectMeta
-    spec: Annotated[
-        Spec,
-        Meta(
-            description="What is to run.",
-            **ruled(*SPEC_RULES),
-        ),
-    ]
+    spec: Annotated[Spec, Meta(description="What is to run.", **ruled(*SPEC_RULES))]
     status: Annotated[Status, Meta(description="What runs, as the operator sees it.")] = Status()
 
     @property

@@ -39,13 +39,7 @@ class _Status(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_de
 class Condition(_Status, frozen=True):
     """One statement about the service, in the form of all Kubernetes conditions."""
 
-    type: Annotated[
-        str,
-        Meta(
-            max_length=316,
-            description="What it speaks of (docs/status.md).",
-        ),
-    ]
+    type: Annotated[str, Meta(max_length=316, description="What it speaks of (docs/status.md).")]
     status: Annotated[
         ConditionStatus, Meta(description="Whether it is so; Unknown if that cannot be told.")
     ]

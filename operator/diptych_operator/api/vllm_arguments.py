@@ -117,8 +117,7 @@ EQUAL_IN_BOTH: Final = tuple(
     for why, names in EQUAL_ARGUMENTS.items()
 )
 OFFLOADING: Final = _none_of(
-    ("kv-offloading-*",),
-    "vLLM then takes its own connector in place of the one that hands KV over",
+    ("kv-offloading-*",), "vLLM then takes its own connector in place of the one that hands KV over"
 )
 """For services of two pools."""
 

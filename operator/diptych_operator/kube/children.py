@@ -25,12 +25,7 @@ from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION
 from diptych_operator.kube.client import ApiError, Kube, differences, name_of, tolerating
 from diptych_operator.kube.cluster import SET_KIND
-from diptych_operator.kube.workloads import (
-    WORKLOADS,
-    as_deployments,
-    resized,
-    sizes,
-)
+from diptych_operator.kube.workloads import WORKLOADS, as_deployments, resized, sizes
 
 ChildId = tuple[str, str, str]
 """Namespace, kind, name."""
@@ -81,10 +76,7 @@ class Children:
                 await adopt_orphan(self._kube, raw, service)
 
     async def try_out(
-        self,
-        service: Owner,
-        objects: Iterable[dict[str, Any]],
-        live: Mapping[ChildId, Raw],
+        self, service: Owner, objects: Iterable[dict[str, Any]], live: Mapping[ChildId, Raw]
     ) -> None:
         """Ask the API server to check, in a dry run, objects that were never applied in this form.
 
@@ -103,10 +95,7 @@ class Children:
                     await self._send(form, live.get(child_id(form)), dry_run=True)
 
     async def apply_all(
-        self,
-        service: Owner,
-        objects: Iterable[dict[str, Any]],
-        live: Mapping[ChildId, Raw],
+        self, service: Owner, objects: Iterable[dict[str, Any]], live: Mapping[ChildId, Raw]
     ) -> bool:
         """Apply those objects that are not in the cluster as they were rendered.
 

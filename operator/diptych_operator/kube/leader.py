@@ -206,10 +206,7 @@ async def _end_when_free(kube: Kube, candidate: Candidate) -> None:
 
 
 async def _look(
-    kube: Kube,
-    candidate: Candidate,
-    seen: Mapping[LeaseName, Sighting],
-    left_out: set[LeaseName],
+    kube: Kube, candidate: Candidate, seen: Mapping[LeaseName, Sighting], left_out: set[LeaseName]
 ) -> tuple[Found, str, Raw | None]:
     """The Leases that are free, up to the first that is not; why it hinders us from standing by,
     and the Lease itself if another installation has it. Those of namespaces where we have no rights

@@ -16,13 +16,7 @@ from typing import Final, TypeVar
 
 from diptych_operator.api.base import Raw
 from diptych_operator.kube.client import ApiError, Kube
-from diptych_operator.kube.leader import (
-    ABANDONED_S,
-    LEASE_NAME,
-    RETRY_S,
-    Sighting,
-    release_of,
-)
+from diptych_operator.kube.leader import ABANDONED_S, LEASE_NAME, RETRY_S, Sighting, release_of
 
 T = TypeVar("T")
 LOOK_S: Final = RETRY_S / 2

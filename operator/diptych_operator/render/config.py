@@ -10,13 +10,7 @@ import msgspec
 
 from diptych_operator.api.base import SpecPart, default_of, snake_case
 from diptych_operator.api.engine import Engine, reasoning_parser
-from diptych_operator.api.names import (
-    ENGINE_FILE,
-    ROUTER_FILE,
-    SERVING_FILE,
-    metadata,
-    object_name,
-)
+from diptych_operator.api.names import ENGINE_FILE, ROUTER_FILE, SERVING_FILE, metadata, object_name
 from diptych_operator.api.pools import Pool, PoolName
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import (

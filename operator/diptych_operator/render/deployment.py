@@ -132,7 +132,7 @@ def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
                 for name, (path, _) in pods.read_only.items()
             ),
             *pods.model.volume_mounts,
-        ],
+        ]
     }
     init_containers = [*pods.init_containers, *pods.model.init_containers]
     own_labels = metadata(service, role, role, pods.revision)["labels"]

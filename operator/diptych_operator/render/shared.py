@@ -92,10 +92,7 @@ def disruption_budget(service: Owner, role: Part, cluster: Cluster) -> dict[str,
         "apiVersion": cluster.policy_api,
         "kind": "PodDisruptionBudget",
         "metadata": metadata(service, role, role),
-        "spec": {
-            "maxUnavailable": 1,
-            "selector": {"matchLabels": selector(service, role)},
-        },
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector(service, role)}},
     }
 
 

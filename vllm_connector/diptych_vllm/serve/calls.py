@@ -35,12 +35,7 @@ class VllmCalls:
     """Carries out control calls on one `AsyncLLM`."""
 
     def __init__(
-        self,
-        llm: Any,
-        adapters: VllmAdapters,
-        *,
-        can_sleep: bool,
-        has_adapters: bool,
+        self, llm: Any, adapters: VllmAdapters, *, can_sleep: bool, has_adapters: bool
     ) -> None:
         """
         Args:

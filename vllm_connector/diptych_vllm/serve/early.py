@@ -104,8 +104,5 @@ def _first_token_of(request: EngineCoreRequest, asked: dict[str, Any]) -> Engine
         temperature=0.0, max_tokens=len(known) + 1, ignore_eos=True, extra_args={PARAM: asked}
     )
     return msgspec.structs.replace(
-        request,
-        request_id=early_id(request.request_id),
-        sampling_params=params,
-        trace_headers=None,
+        request, request_id=early_id(request.request_id), sampling_params=params, trace_headers=None
     )

@@ -56,9 +56,7 @@ def source_of(published: Sequence[PublishedEvents]) -> EventSource | None:
         return None
     replay = core.replay_endpoint
     return EventSource(
-        _here(core.endpoint),
-        _here(replay) if replay is not None else None,
-        core.topic.encode(),
+        _here(core.endpoint), _here(replay) if replay is not None else None, core.topic.encode()
     )
 
 

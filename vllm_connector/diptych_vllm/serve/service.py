@@ -11,12 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from diptych_frontend.core_client.heartbeat_timer import (
-    BEAT_S,
-    CALL_S,
-    QUICK_CALLS,
-    HeartbeatTimer,
-)
+from diptych_frontend.core_client.heartbeat_timer import BEAT_S, CALL_S, QUICK_CALLS, HeartbeatTimer
 from diptych_frontend.core_client.prefix_news import PrefixNews, RemembersPrefixes
 from diptych_frontend.core_client.wire_server import WireServer, check_pending, failure_of
 from diptych_protocol import (
@@ -30,11 +25,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.admin import DrainReport
 from diptych_protocol.arrays import Frame
-from diptych_protocol.wire import (
-    DOUBT_KV,
-    Heartbeat,
-    UtilityCall,
-)
+from diptych_protocol.wire import DOUBT_KV, Heartbeat, UtilityCall
 from diptych_vllm.serve.adapters import VllmAdapters
 from diptych_vllm.serve.answers import VllmAnswers
 from diptych_vllm.serve.calls import VllmCalls

@@ -78,10 +78,7 @@ class HubSource:
         where = self._api.endpoint
         try:
             return self._api.model_info(
-                self._repo,
-                revision=self._revision,
-                files_metadata=True,
-                timeout=LISTING_TIMEOUT_S,
+                self._repo, revision=self._revision, files_metadata=True, timeout=LISTING_TIMEOUT_S
             )
         except GatedRepoError:
             raise BadSourceError(

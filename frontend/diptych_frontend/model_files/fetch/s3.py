@@ -77,9 +77,7 @@ class S3Source:
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         with self._mapped_errors(file.locator):
             got = obstore.get(
-                self._store,
-                file.locator,
-                options={"range": (start, end), "if_match": file.version},
+                self._store, file.locator, options={"range": (start, end), "if_match": file.version}
             )
             part = bytes(got.bytes())
         if len(part) != end - start:

@@ -181,9 +181,5 @@ def _to_json(
     Jinja's own filter escapes for HTML; a prompt must show the characters as they are.
     """
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

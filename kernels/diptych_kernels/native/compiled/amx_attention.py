@@ -7,19 +7,9 @@ from __future__ import annotations
 
 from numba import njit
 
-from diptych_kernels.native.compiled.amx import (
-    TILE_ROWS,
-    block_product,
-    configure,
-    release,
-)
+from diptych_kernels.native.compiled.amx import TILE_ROWS, block_product, configure, release
 from diptych_kernels.native.compiled.attention_tile import FLOAT
-from diptych_kernels.native.compiled.bf16_prefill_attention import (
-    begin,
-    prepare,
-    values_of,
-    weigh,
-)
+from diptych_kernels.native.compiled.bf16_prefill_attention import begin, prepare, values_of, weigh
 from diptych_kernels.native.compiled.bf16_tile import BFLOAT, STEP
 from diptych_kernels.native.compiled.prefill_attention import attention
 from diptych_kernels.native.prefill_chunk import PARTITION

@@ -21,14 +21,7 @@ from diptych_kernels.native.compiled.attention_tile import (
     weights_of,
 )
 from diptych_kernels.native.compiled.cache_rows import read_floats
-from diptych_kernels.native.compiled.decode_attention import (
-    LOG2_E,
-    LOWEST,
-    ONE,
-    ZERO,
-    cap,
-    sink_of,
-)
+from diptych_kernels.native.compiled.decode_attention import LOG2_E, LOWEST, ONE, ZERO, cap, sink_of
 from diptych_kernels.native.compiled.packed_tile import WIDTH
 from diptych_kernels.native.compiled.primitives import (
     FAST,

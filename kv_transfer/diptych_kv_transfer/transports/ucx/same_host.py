@@ -95,11 +95,7 @@ class SameHost:
             self._context.close()
             raise
         self.introduction = Introduction(
-            host_name(),
-            self._worker.address,
-            self._readable.key,
-            region.address,
-            probe,
+            host_name(), self._worker.address, self._readable.key, region.address, probe
         )
 
     def meet(self, other: Introduction) -> OtherProcess | None:

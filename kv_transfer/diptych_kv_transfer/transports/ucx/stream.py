@@ -16,10 +16,7 @@ from diptych_kv_transfer.transports.ucx.worker import Endpoint
 HEADER_BYTES = 4
 """Three bytes of length and one of kind."""
 MESSAGE, FRAME, HANDSHAKE = 0, 1, 2
-MAX_BYTES = {
-    MESSAGE: MAX_MESSAGE_BYTES + MAC_BYTES,
-    FRAME: frames.MAX_FRAME_BYTES + MAC_BYTES,
-}
+MAX_BYTES = {MESSAGE: MAX_MESSAGE_BYTES + MAC_BYTES, FRAME: frames.MAX_FRAME_BYTES + MAC_BYTES}
 
 
 class StreamError(Exception):
