@@ -19,7 +19,7 @@ from benchmarks.handoff.shapes import MEMORY_BYTES, Shape
 
 from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.signing.references import PUBLIC_KEY
-from diptych_kv_transfer.tables.events import Connected, PeerLost, Received, TransferEnded
+from diptych_kv_transfer.tables.actions import Connected, PeerLost, Received, TransferEnded
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 
 WAYS = {"cma": "all", "tcp": "tcp"}

@@ -22,9 +22,11 @@ from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,
+    Event,
     Fence,
     LeaseEnded,
     LoadEnded,
+    PeerLost,
     PrefixAsked,
     PrefixLate,
     ReceiveBlocks,
@@ -32,9 +34,9 @@ from diptych_kv_transfer.tables.actions import (
     Send,
     SendBlocks,
     Stage,
+    TransferEnded,
     Unpack,
 )
-from diptych_kv_transfer.tables.events import Event, PeerLost, TransferEnded
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.lease import LeaseState
 from diptych_kv_transfer.tables.load import waiting_for_room

@@ -25,7 +25,7 @@ from waits import PATIENCE_S, Deadline, source_of
 from diptych_kv_transfer import LeftLease, LoadEnded, open_connector
 from diptych_kv_transfer.memory.shard import Shard
 from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
-from diptych_kv_transfer.tables.events import Connected, Event
+from diptych_kv_transfer.tables.actions import Connected, Event
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import InvalidRequestError, KVTransferConfig, KVTransferParams
 

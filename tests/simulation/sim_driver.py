@@ -17,6 +17,7 @@ from diptych_kv_transfer.tables.actions import (
     Action,
     Address,
     Connect,
+    Event,
     Fence,
     LeaseEnded,
     LoadEnded,
@@ -27,7 +28,6 @@ from diptych_kv_transfer.tables.actions import (
     Send,
     SendBlocks,
 )
-from diptych_kv_transfer.tables.events import Event
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.messages import AnyMessage, Closed, Open, Opened, Refused, encode
 from diptych_protocol import KVTransferStats

@@ -16,11 +16,12 @@ from typing import Protocol
 from sim_clock import Clock
 from sim_model import BLOCK, Memory
 
-from diptych_kv_transfer.tables.actions import Address, Peer
-from diptych_kv_transfer.tables.events import (
+from diptych_kv_transfer.tables.actions import (
+    Address,
     Connected,
     ConnectFailed,
     Event,
+    Peer,
     PeerLost,
     Received,
     TransferEnded,

@@ -14,8 +14,7 @@ from sim_driver import SimDriver
 from sim_model import Memory
 from sim_network import Network
 
-from diptych_kv_transfer.tables.actions import Address, Peer
-from diptych_kv_transfer.tables.events import Connected, Event, Received
+from diptych_kv_transfer.tables.actions import Address, Connected, Event, Peer, Received
 from diptych_kv_transfer.tables.lease import Lease
 from diptych_kv_transfer.tables.messages import (
     AnyMessage,

@@ -19,19 +19,22 @@ from diptych_kv_transfer.signing.references import PUBLIC_KEY, References
 from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,
+    Connected,
+    ConnectFailed,
     Fence,
     LeaseEnded,
     LoadEnded,
+    PeerLost,
     PrefixAsked,
     ReceiveBlocks,
+    Received,
     ReceiveKey,
     Report,
     Send,
     SendBlocks,
     SendKey,
 )
-from diptych_kv_transfer.tables.events import Connected, ConnectFailed, PeerLost, Received
-from diptych_kv_transfer.tables.events import TransferEnded as Ended
+from diptych_kv_transfer.tables.actions import TransferEnded as Ended
 from diptych_kv_transfer.tables.messages import (
     AnyMessage,
     Close,

@@ -44,11 +44,11 @@ from diptych_engine.models.mixture import (
 from diptych_engine.models.rotation import rotation_of, rotation_table
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_files.model_config import ModelConfig, family_of
-from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
 from diptych_kernels.paged_attention.cpu import fills_vectors
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope_kv_write import rope_kv_write
+from diptych_kernels.rope_kv_write.cpu import is_known
 
 
 class LlamaModel(torch.nn.Module):

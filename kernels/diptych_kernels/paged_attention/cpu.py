@@ -21,10 +21,10 @@ from torch import Tensor
 from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention
 from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
-from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
+from diptych_kernels.rope_kv_write.cpu import is_known
 from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
 
 FLOAT = 4

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from diptych_kernels.native.arguments import RopeKvWrite, places_of
 from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
-from diptych_kernels.native.layout import is_known
 from diptych_kernels.rope_kv_write import reference
 from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values
+
 
 CACHE, BIAS, QUERY_NORM, KEY_NORM = places_of(
     RopeKvWrite, "cache", "bias", "query_norm", "key_norm"
@@ -19,6 +19,21 @@ CACHE, BIAS, QUERY_NORM, KEY_NORM = places_of(
 MIN_TOKENS_TO_SHARE = 16
 """With fewer tokens, one thread is done before a second one has begun."""
 HEADS, KV_HEADS, EPS = 4, 2, 1e-5
+
+
+def is_known(kv_layer: Tensor) -> bool:
+    """Whether kernels support a layer [num_blocks, 2, block_size, kv_heads, head_dim].
+
+    It must have float32 or bfloat16 numbers, and each block's part of it must be contiguous.
+    """
+    block_size, kv_heads, head_dim = kv_layer.shape[2:]
+    token = kv_heads * head_dim
+    return kv_layer.dtype in (torch.float32, torch.bfloat16) and kv_layer.stride()[1:] == (
+        block_size * token,
+        token,
+        head_dim,
+        1,
+    )
 
 
 def call(

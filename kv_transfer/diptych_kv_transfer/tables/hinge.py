@@ -8,13 +8,18 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from diptych_kv_transfer.tables.actions import Action, Fence, Peer, ReceiveKey, Send, SendKey
-from diptych_kv_transfer.tables.events import (
+from diptych_kv_transfer.tables.actions import (
+    Action,
     Connected,
     ConnectFailed,
     Event,
+    Fence,
+    Peer,
     PeerLost,
     Received,
+    ReceiveKey,
+    Send,
+    SendKey,
     TransferEnded,
 )
 from diptych_kv_transfer.tables.leases import LeaseTable

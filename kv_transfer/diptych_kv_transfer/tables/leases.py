@@ -28,9 +28,16 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
 
 from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded, Peer, Send, SendBlocks
-from diptych_kv_transfer.tables.claims import Claim
 from diptych_kv_transfer.tables.early_opens import MAX_EARLY_RUNS, EarlyOpens
-from diptych_kv_transfer.tables.lease import AT_ONCE, LIVE, NEVER, Lease, LeaseState, LeftLease
+from diptych_kv_transfer.tables.lease import (
+    AT_ONCE,
+    LIVE,
+    NEVER,
+    Claim,
+    Lease,
+    LeaseState,
+    LeftLease,
+)
 from diptych_kv_transfer.tables.messages import (
     Close,
     Closed,

@@ -14,8 +14,7 @@ from typing import ClassVar, Protocol
 
 from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion
 from diptych_kv_transfer.signing.references import HingeKey
-from diptych_kv_transfer.tables.actions import Address, Peer
-from diptych_kv_transfer.tables.events import Event
+from diptych_kv_transfer.tables.actions import Address, Event, Peer
 from diptych_protocol import InvalidRequestError
 
 

@@ -21,18 +21,22 @@ from diptych_kv_transfer.regions import Regions
 from diptych_kv_transfer.tables.actions import (
     Action,
     Connect,
+    Connected,
+    Event,
     Fence,
     LeaseEnded,
     LoadEnded,
+    PeerLost,
     ReceiveBlocks,
+    Received,
     ReceiveKey,
     Send,
     SendBlocks,
     SendKey,
     Stage,
+    TransferEnded,
     Unpack,
 )
-from diptych_kv_transfer.tables.events import Connected, Event, PeerLost, Received, TransferEnded
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import LeaseRef

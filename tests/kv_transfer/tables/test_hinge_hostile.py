@@ -12,8 +12,7 @@ import random
 from chaos_kit.hostile_bytes import control_messages, mutated
 from drawn_seed import drawn_seed
 
-from diptych_kv_transfer.tables.actions import Address, PrefixAsked
-from diptych_kv_transfer.tables.events import Connected, PeerLost, Received
+from diptych_kv_transfer.tables.actions import Address, Connected, PeerLost, PrefixAsked, Received
 from diptych_kv_transfer.tables.hinge import Hinge
 from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.loads import LoadTable

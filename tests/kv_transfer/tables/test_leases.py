@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from diptych_kv_transfer.tables.actions import Action, Fence, LeaseEnded, Send, SendBlocks
-from diptych_kv_transfer.tables.claims import Claim
 from diptych_kv_transfer.tables.early_opens import MAX_EARLY, MAX_EARLY_RUNS
-from diptych_kv_transfer.tables.lease import LIVE, TRANSITIONS, LeaseState
+from diptych_kv_transfer.tables.lease import LIVE, TRANSITIONS, Claim, LeaseState
 from diptych_kv_transfer.tables.leases import MAX_REMEMBERED, LeaseTable
 from diptych_kv_transfer.tables.load import coalesce
 from diptych_kv_transfer.tables.messages import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diptych_kv_transfer.memory.shard import MemoryRegion
-from diptych_kv_transfer.tables.events import TransferEnded
+from diptych_kv_transfer.tables.actions import TransferEnded
 from diptych_kv_transfer.transports.ucx import frames, same_host, ucx_transfer
 from diptych_kv_transfer.transports.ucx.exchange import (
     MAX_UNCLAIMED_OFFERS,

@@ -18,7 +18,7 @@ from waits import Deadline, source_of
 from diptych_kv_transfer.connector import key_of, with_literals
 from diptych_kv_transfer.signing.handshake import Session
 from diptych_kv_transfer.signing.references import PUBLIC_KEY, HingeKey
-from diptych_kv_transfer.tables.events import Connected, ConnectFailed, Event, PeerLost, Received
+from diptych_kv_transfer.tables.actions import Connected, ConnectFailed, Event, PeerLost, Received
 from diptych_kv_transfer.transports.ucx import loiterers, requests, ucx_transport
 from diptych_kv_transfer.transports.ucx.libucp import IN_PROGRESS
 from diptych_kv_transfer.transports.ucx.loiterers import Loiterers

@@ -19,7 +19,7 @@ from waits import FOR_EVER_S, PATIENCE_S, Deadline, source_of
 
 from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.signing.references import PUBLIC_KEY
-from diptych_kv_transfer.tables.events import (
+from diptych_kv_transfer.tables.actions import (
     Connected,
     ConnectFailed,
     Event,

@@ -14,7 +14,7 @@ import numpy as np
 
 from diptych_kv_transfer.memory.shard import MemoryRegion
 from diptych_kv_transfer.signing.references import PUBLIC_KEY
-from diptych_kv_transfer.tables.events import Event, Received, TransferEnded
+from diptych_kv_transfer.tables.actions import Event, Received, TransferEnded
 from diptych_kv_transfer.transports import Transport, transport_named
 
 SEED = 21

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from waits import PATIENCE_S
 
 from diptych_kv_transfer.signing.references import HingeKey
-from diptych_kv_transfer.tables.actions import Peer
-from diptych_kv_transfer.tables.events import Connected, ConnectFailed, PeerLost, Received
+from diptych_kv_transfer.tables.actions import Connected, ConnectFailed, Peer, PeerLost, Received
 from diptych_kv_transfer.tables.messages import (
     AnyMessage,
     Close,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from diptych_kv_transfer.memory.shard import MemoryRegion
-from diptych_kv_transfer.tables.events import TransferEnded
+from diptych_kv_transfer.tables.actions import TransferEnded
 from diptych_kv_transfer.transports.ucx import ucx_transfer
 from diptych_kv_transfer.transports.ucx.frames import AnyFrame, Introduction, Moved, Offer, Send
 from diptych_kv_transfer.transports.ucx.libucp import UcpError

@@ -27,11 +27,12 @@ from typing import ClassVar
 from diptych_kv_transfer.memory.shard import MemoryKind, MemoryRegion
 from diptych_kv_transfer.signing.handshake import NONCE_BYTES, AuthenticationError, Handshake
 from diptych_kv_transfer.signing.references import HingeKey
-from diptych_kv_transfer.tables.actions import Address, Peer
-from diptych_kv_transfer.tables.events import (
+from diptych_kv_transfer.tables.actions import (
+    Address,
     Connected,
     ConnectFailed,
     Event,
+    Peer,
     PeerLost,
     Received,
     TransferEnded,
