@@ -11,7 +11,6 @@ from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.rope_kv_write import reference
 from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values
 
-
 CACHE, BIAS, QUERY_NORM, KEY_NORM = places_of(
     RopeKvWrite, "cache", "bias", "query_norm", "key_norm"
 )
