@@ -192,7 +192,8 @@ class MessageWriter(AnswerWriter):
                 content.append(Thinking(reasoning))
             for piece in pieces:
                 if not isinstance(piece, str):
-                    content.append(_tool_use(piece))
+                    arguments = msgspec.Raw(piece.arguments.encode())
+                    content.append(ToolUse(_call_id(), piece.name, arguments))
                 elif piece.strip():
                     content.append(Text(piece))
         message = self._message(content, tally)
@@ -213,10 +214,6 @@ class MessageWriter(AnswerWriter):
     def _why_stopped(self, tally: Tally) -> tuple[str, str | None]:
         full = tally.completion_tokens < self._max_tokens
         return why_stopped(self._finish_reason, self._stop_reason, full=full)
-
-
-def _tool_use(call: ParsedCall) -> ToolUse:
-    return ToolUse(_call_id(), call.name, msgspec.Raw(call.arguments.encode()))
 
 
 def _call_id() -> str:

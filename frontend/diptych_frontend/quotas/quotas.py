@@ -141,19 +141,16 @@ class Quotas(Collector):
                 grants = await asyncio.to_thread(self._books.post, ended, wishes, self._clock())
         except BaseException as exc:
             self._ended += ended
+            lost = f"usage cannot be recorded ({exc}); retry later"
             for _, answer in asked:
                 if not answer.done():
-                    answer.set_exception(_unrecorded(exc))
+                    answer.set_exception(EngineOverloadedError(lost))
             raise
         for (_, answer), grant in zip(asked, grants, strict=True):
             if not answer.done():
                 answer.set_result(grant)
             elif grant.bill.reserved:  # who asked has left
                 self._ended.append(grant.bill)
-
-
-def _unrecorded(exc: BaseException) -> EngineOverloadedError:
-    return EngineOverloadedError(f"usage cannot be recorded ({exc}); retry later")
 
 
 def check(grant: Grant, tokens: int) -> None:

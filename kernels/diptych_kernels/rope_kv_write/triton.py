@@ -81,20 +81,12 @@ def rope_kv_write(
     num_tokens, num_heads, head_dim = heads.shape
     kv_heads = kv_layer.shape[3]
     add_and_normalise_(heads, kv_heads, bias, query_norm, key_norm, eps)
-    block_h, block_d = head_tile(num_heads, head_dim)
+    # A program of four warps holds so many heads and dimensions.
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_d))
+    limit = FLOAT8_MAX if kv_layer.dtype is FLOAT8 else 0.0  # 0: it never matters
     rope_kv_write_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
         heads, rotations, kv_layer, blocks, offsets, kv_scale, *kv_layer.stride()[:4],
         QUERY_HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-        LIMIT=limit_of(kv_layer), BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
+        LIMIT=limit, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
-
-
-def head_tile(num_heads: int, head_dim: int) -> tuple[int, int]:
-    """Return the heads and dimensions that a program of four warps holds."""
-    block_d = triton.next_power_of_2(head_dim)
-    return min(triton.next_power_of_2(num_heads), max(1, 2048 // block_d)), block_d
-
-
-def limit_of(kv_layer: Tensor) -> float:
-    """Return the largest number that the cache can hold, or 0 if that never matters."""
-    return FLOAT8_MAX if kv_layer.dtype is FLOAT8 else 0.0

@@ -55,7 +55,7 @@ def _available(seen: Situation) -> Verdict:
     trusted = [
         name
         for name in pairs
-        if not seen.must_verify or verified(seen.observed, name, seen.transfer)
+        if seen.service.verification != "Required" or verified(seen.observed, name, seen.transfer)
     ]
     if not trusted and _sleeps(seen):
         return _asleep(seen)

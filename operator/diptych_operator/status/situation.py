@@ -56,10 +56,6 @@ class Situation:
         return bool(self.observed.problems) and not found
 
     @property
-    def must_verify(self) -> bool:
-        return self.service.verification == "Required"
-
-    @property
     def refused_settings(self) -> list[str]:
         """The settings that routers do not have, in the routers' words, with the remedy."""
         refused = {

@@ -268,7 +268,8 @@ def fetch_model(
     found = entry.published()
     if found is not None and is_pinned(parsed, revision, sha256):
         if sha256 and verified:
-            copy = _with_checksum(path.name, found, sha256)
+            size = found.files.get(path.name, 0)
+            copy = RemoteFile(path.name, size, "", "", Checksum("sha256", sha256))
             if entry.holds(found.content, [copy]):
                 return path
             logger.warning("%s in the cache is not the file of %s", path.name, SHA256)
@@ -280,11 +281,6 @@ def fetch_model(
         if files is not None and not (verified and entry.holds(content_id(files), files)):
             _bring(entry, source, parsed, files, reader, report, verified=verified)
     return path
-
-
-def _with_checksum(name: str, found: Record, sha256: str) -> RemoteFile:
-    """The one file of a model in the cache, as the service's checksum vouches for it."""
-    return RemoteFile(name, found.files.get(name, 0), "", "", Checksum("sha256", sha256))
 
 
 def is_cached(uri: str, cache: Path, *, revision: str = "", sha256: str = "") -> bool:

@@ -51,7 +51,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         try:
             self._template = environment.from_string(source)
         except MemoryError:
@@ -163,10 +163,6 @@ def _refused(reason: str) -> InvalidRequestError:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _to_json(
