@@ -109,7 +109,8 @@ def test_an_interrupt_ends_the_run_and_leaves_what_there_is(small_server: str) -
     ("arguments", "code", "said"),
     [
         (["http://127.0.0.1:1"], 1, "is out of reach"),
-        (["not a url"], 1, "is out of reach"),
+        (["not a url"], 2, "is no address of an API"),
+        (["http://[::1", "--model", "m"], 2, "is no address of an API"),
         ([], 1, "no service runs here"),
         (["http://127.0.0.1:1", "--prompt-tokens", "0"], 2, "neither a number of tokens"),
         (["http://127.0.0.1:1", "--rate", "0"], 2, "rate"),

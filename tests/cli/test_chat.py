@@ -23,7 +23,7 @@ from diptych.api_service import Service, find_service
 from diptych.chat.conversation import Conversation
 from diptych.chat.loop import printer
 from diptych.demo import HandOff, Timing, read_hand_off
-from diptych.errors import RunError
+from diptych.errors import BadInputError, RunError
 from diptych.main import main
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import KVTransferStats, SchedulerStats
@@ -196,12 +196,19 @@ def test_the_model_is_the_first_that_the_service_lists(url: str) -> None:
     assert [(one.url, one.model) for one in found] == [(url, "small"), (url, "other")]
 
 
-@pytest.mark.parametrize(
-    "nowhere", ["http://127.0.0.1:1", "no-scheme", "http://", "http://[", "ftp://x"]
-)
-def test_a_service_out_of_reach_is_told_in_one_line(nowhere: str) -> None:
+def test_a_service_out_of_reach_is_told_in_one_line() -> None:
     with pytest.raises(RunError, match="out of reach"):
-        find_service(nowhere, None)
+        find_service("http://127.0.0.1:1", None)
+
+
+@pytest.mark.parametrize("model", ["m", None])
+@pytest.mark.parametrize(
+    "url",
+    ["no-scheme", "http://", "http://[::1", "ftp://x", "http://h:65536", "http://h\n", "\udcff"],
+)
+def test_what_can_be_no_address_is_said_so_at_once(url: str, model: str | None) -> None:
+    with pytest.raises(BadInputError, match="such as http"):
+        find_service(url, model)
 
 
 def test_without_a_service_chat_says_how_to_start_one(
