@@ -152,7 +152,7 @@ async def test_a_turn_that_fails_leaves_no_trace(url: str, text: str) -> None:
 def test_the_prompt_reads_lines_until_the_end_of_input(url: str) -> None:
     lines = "count\n\nrefuse\ncount\n/reset\ncount\n"
     result = CliRunner().invoke(main, ["chat", "--url", url], input=lines)
-    assert result.exit_code == 0
+    assert result.exit_code == 1, "a script would miss an answer"
     assert result.stdout == "1 messages\n3 messages\n1 messages\n"
     assert result.stderr.strip() == "error: HTTP 400: too long"
 
@@ -160,7 +160,7 @@ def test_the_prompt_reads_lines_until_the_end_of_input(url: str) -> None:
 def test_a_pipe_gets_the_answer_and_nothing_else(url: str) -> None:
     chat = [sys.executable, "-m", "diptych.main", "chat", "--url", url]
     done = subprocess.run(chat, input="count\n", capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.stdout, done.stderr.strip()) == ("1 messages\n", "")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "1 messages\n", "")
 
 
 def test_who_types_into_a_chat_whose_answers_go_elsewhere_is_prompted_beside_them(

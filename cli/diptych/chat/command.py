@@ -31,7 +31,7 @@ def chat(
     Ctrl-C stops an answer, and the question is forgotten with it; Ctrl-D ends the chat. Alt-Enter,
     or a backslash before Enter, begins a new line. What you write is remembered for the arrow keys
     and Ctrl-R, in $XDG_STATE_HOME/diptych/chat_history, which only you can read. Lines of a pipe
-    are answered one by one, without any of this.
+    are answered one by one, without any of this; the exit code is 1 if one was not answered.
 
     \b
     Commands in a chat:
@@ -62,7 +62,8 @@ def chat(
     conversation = Conversation(service, options, system)
     console = Console()
     if once is None:
-        converse(conversation, console)
+        if not converse(conversation, console):
+            raise click.exceptions.Exit(1)
         return
     try:
         asyncio.run(conversation.say(once, printer(console)))

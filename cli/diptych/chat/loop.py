@@ -14,9 +14,10 @@ from diptych.chat.slash import QuitChat, SlashError, obey, order_in
 from diptych.watching import harmless
 
 
-def converse(conversation: Conversation, console: Console) -> None:
-    """Talk with a person at a terminal, or answer each line of a pipe. If it is not both read and
-    seen on a terminal, only answers go to `console`; all else goes to standard error."""
+def converse(conversation: Conversation, console: Console) -> bool:
+    """Talk with a person at a terminal, or answer each line of a pipe; False if one of these was
+    refused or lost. If it is not both read and seen on a terminal, only answers go to `console`;
+    all else goes to standard error."""
     by_hand = sys.stdin.isatty() and console.is_terminal
     aside = console if by_hand else Console(stderr=True)
     if by_hand:
@@ -29,16 +30,21 @@ def converse(conversation: Conversation, console: Console) -> None:
         read = _plain_reader(aside)
     if sys.stdin.isatty():
         aside.print(hints, style="dim")
+    is_well = True
     while True:
         try:
             line = read()
         except (EOFError, KeyboardInterrupt):
             aside.print()
-            return
+            return is_well
         try:
             _take(conversation, line, console, aside)
         except QuitChat:
-            return
+            return is_well
+        except (SlashError, AnswerError) as exc:
+            is_well = by_hand
+            said = f"error: {harmless(str(exc))}"
+            aside.print(said, style="red", markup=False, highlight=False)
 
 
 def _plain_reader(aside: Console) -> Callable[[], str]:
@@ -46,26 +52,22 @@ def _plain_reader(aside: Console) -> Callable[[], str]:
 
 
 def _take(conversation: Conversation, line: str, console: Console, aside: Console) -> None:
-    """One line: a command, a message or nothing."""
+    """One line: a command, a message or nothing. Raises `SlashError`, `QuitChat` and
+    `AnswerError`."""
     line = line.strip()
     by_hand = aside is console
-    try:
-        order = order_in(line, by_hand=by_hand)
-        if order is not None:
-            told = obey(order, conversation)
-            if by_hand or order.name != "/reset":
-                aside.print(told, style="dim", markup=False, highlight=False)
-        elif line:
-            _turn(conversation, line, console, aside)
-    except SlashError as exc:
-        aside.print(f"error: {exc}", style="red", markup=False, highlight=False)
+    order = order_in(line, by_hand=by_hand)
+    if order is not None:
+        told = obey(order, conversation)
+        if by_hand or order.name != "/reset":
+            aside.print(told, style="dim", markup=False, highlight=False)
+    elif line:
+        _turn(conversation, line, console, aside)
 
 
 def _turn(conversation: Conversation, line: str, console: Console, aside: Console) -> None:
     try:
         asyncio.run(conversation.say(line, printer(console)))
-    except AnswerError as exc:
-        aside.print(f"error: {harmless(str(exc))}", style="red", markup=False)
     except KeyboardInterrupt:
         aside.print(" (cut short)", style="dim")
     else:
