@@ -21,7 +21,7 @@ from diptych.laptop.nursery import Nursery
 from diptych.laptop.programs import other_programs
 from diptych.laptop.rundir import RunState
 from diptych.manifest import load
-from diptych.up import WhileReady, up
+from diptych.up import WhileReady, ends, up
 from diptych_operator.api.service import KIND
 
 
@@ -60,7 +60,7 @@ def _run(
     board: Board,
     while_ready: WhileReady,
 ) -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in filter(ends, (signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)  # until `up` has handlers of its own
     service, others = load(source)
     if others:

@@ -95,6 +95,11 @@ async def up(
             await run.until_done(while_ready)
 
 
+def ends(number: signal.Signals) -> bool:
+    """Whether a signal ends this program: `nohup` has it outlive its terminal."""
+    return signal.getsignal(number) is not signal.SIG_IGN
+
+
 @contextlib.asynccontextmanager
 async def _kill_switch(
     api: ApiAccess, pods: list[RunningPod], run_dir: RunDirectory
@@ -158,7 +163,7 @@ class _Run:
 
     async def until_done(self, while_ready: WhileReady) -> None:
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signals = [signal.SIGINT, *filter(ends, (signal.SIGTERM, signal.SIGHUP))]
         for number in signals:
             loop.add_signal_handler(number, self._interrupted)
         with self._board.showing(self._pods):

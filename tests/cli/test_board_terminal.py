@@ -58,11 +58,17 @@ class Terminal:
                 self.process.wait(PATIENCE_S)
                 assert is_over(self.shown), self.shown[-3000:]
 
+    def go(self) -> None:
+        """As when a user closes the window: who writes there gets an error from now on."""
+        os.close(self._end)
+        self._end = -1
+
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        os.close(self._end)
+        if self._end >= 0:
+            os.close(self._end)
 
 
 @pytest.mark.parametrize(
@@ -109,3 +115,24 @@ def test_a_terminal_gets_a_table_unless_it_asks_for_lines(
     else:
         rows = [line.split() for line in lines if line.startswith("small-")]
         assert [row[2] for row in rows[-3:]] == ["ended"] * 3
+
+
+@pytest.mark.parametrize("option", ["--plain", None])
+def test_a_service_whose_terminal_has_gone_can_be_ended(
+    tmp_path: Path,
+    small_service: Callable[..., Service],
+    service_file: Callable[[Service], Path],
+    option: str | None,
+) -> None:
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-m", "diptych.main", "up", str(service_file(small_service()))]
+    command += ["--port", str(free_port()), *filter(None, [option])]
+    terminal = Terminal(tmp_path, command)
+    try:
+        terminal.read_until(lambda shown: "Ctrl-C ends it" in shown)
+        terminal.go()
+        terminal.process.send_signal(signal.SIGHUP)
+        terminal.process.wait(PATIENCE_S)
+        assert [*tmp_path.glob("diptych-*")] == [], "it ended in order"
+    finally:
+        terminal.close()

@@ -55,8 +55,9 @@ class Up:
         grace_s: float | None,
         host: str | None,
         as_installed: bool,
+        before: tuple[str, ...],
     ) -> None:
-        """as_installed: as users start it, and not by a fork."""
+        """as_installed: as users start it, and not by a fork. before: a program that starts it."""
         self.directory = directory
         self.port = port
         self.output_path = directory / "output"
@@ -73,7 +74,7 @@ class Up:
         where = () if host is None else ("--host", host)
         with self.output_path.open("wb") as output:
             self.process = subprocess.Popen(
-                [*program, command, str(file), "--port", str(port), *where],
+                [*before, *program, command, str(file), "--port", str(port), *where],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
@@ -121,10 +122,11 @@ def start(tmp_path: Path, service_file: Callable[[Service], Path]) -> Iterator[S
         grace_s: float | None = None,
         host: str | None = None,
         as_installed: bool = False,
+        before: tuple[str, ...] = (),
     ) -> Up:
         file = service_file(service)
         started.append(
-            Up(tmp_path, command, file, port or free_port(), grace_s, host, as_installed)
+            Up(tmp_path, command, file, port or free_port(), grace_s, host, as_installed, before)
         )
         return started[-1]
 
@@ -206,6 +208,39 @@ def test_a_signal_before_the_first_pod_leaves_nothing(
         capture_output=True, timeout=PATIENCE_S, env=os.environ | {"XDG_RUNTIME_DIR": str(base)},
     )  # fmt: skip
     assert (answer.returncode, [*base.iterdir()]) == (128 + signal.SIGTERM, []), answer.stderr
+
+
+def test_a_service_that_nohup_started_outlives_its_terminal(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    up = start(small_service(), before=("nohup",))
+    up.wait_ready()
+    ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{up.process.pid}/status").read_text())
+    assert ignored is not None
+    assert int(ignored[1], 16) & 1 << signal.SIGHUP - 1
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(PATIENCE_S) == 0
+
+
+def test_a_service_ends_in_order_when_nobody_reads_what_it_says(
+    tmp_path: Path, service_file: Callable[[Service], Path], small_service: Callable[..., Service]
+) -> None:
+    """As `diptych up --plain | tee up.log`, whose `tee` Ctrl-C ends first."""
+    command = [sys.executable, "-m", "diptych.main", "up", str(service_file(small_service()))]
+    process = subprocess.Popen(
+        [*command, "--port", str(free_port())],
+        stdout=subprocess.PIPE, env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        with process.stdout as told:
+            assert any(b"Ctrl-C ends it" in line for line in told)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+        assert [*tmp_path.glob("diptych-*")] == []
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_more_pods_than_a_machine_takes_are_refused(

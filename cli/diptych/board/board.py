@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -62,7 +63,7 @@ class Board:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._live.start()
+        self._shown(self._live.start)
         drawing = asyncio.create_task(self._draw())
         try:
             yield
@@ -74,7 +75,7 @@ class Board:
         """Leave the table as it is; from now on print changes as lines."""
         if self._live is not None:
             self._drawn = self._picture(ended=ended)
-            self._live.stop()
+            self._shown(self._live.stop)
             self._live = None
 
     def changed(self) -> None:
@@ -102,7 +103,16 @@ class Board:
 
     def say(self, text: str) -> None:
         """Print one plain line, above the live table if there is one."""
-        self._console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
+        said = partial(self._console.print, markup=False, highlight=False, soft_wrap=True)
+        self._shown(partial(said, harmless(text)))
+
+    def _shown(self, draw: Callable[[], object]) -> None:
+        """Draw, as long as that is seen: a terminal or a pipe that has gone, and a full disk, end
+        no service, and keep none from its end."""
+        try:
+            draw()
+        except (OSError, UnicodeError, SystemExit):  # the last is what rich makes of a closed pipe
+            self._console.quiet = True
 
     def _line(self, pod: RunningPod) -> None:
         life = pod.life
@@ -115,7 +125,7 @@ class Board:
             picture = self._picture()
             if picture != self._drawn and self._live is not None:
                 self._drawn = picture
-                self._live.refresh()
+                self._shown(self._live.refresh)
             await asyncio.sleep(TICK_S)
             if not any(pod.life.phase in _WAITING for pod in self._pods):
                 await self._news.wait()
