@@ -285,8 +285,9 @@ def _wanted(schema: dict[str, Any]) -> str:
             phrase += f" from {low} to {high}"
         if "maxProperties" in schema:
             phrase += f" of at most {schema['maxProperties']} fields"
-    if "examples" in schema:
-        phrase += f" such as {' or '.join(schema['examples'])}"
+    if examples := schema.get("examples"):
+        shown = (x if isinstance(x, str) else msgspec.json.encode(x).decode() for x in examples)
+        phrase += f" such as {' or '.join(shown)}"
     return phrase
 
 

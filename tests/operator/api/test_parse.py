@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_operator.api.base import SpecError
+from diptych_operator.api.crd import schema_of
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse, parse_object
+from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import Condition, PoolStatus, Status
 from diptych_operator.revision import revision
 
@@ -232,6 +235,9 @@ def test_no_status_whatever_keeps_a_service_from_being_read(raw: object) -> None
          "spec.transfer.leaseSeconds: must be a number from 1 to 3600, not nan"),
         ("spec:", "spec:\n  transfer: {transport: ucx}",
          "spec.transfer.transport: must be auto, rdma, shm or tcp, not 'ucx'"),
+        ("spec:", "spec:\n  router: {allowedHosts: llm.example.com}",
+         'spec.router.allowedHosts: must be a list such as ["llm.example.com"], not '
+         "'llm.example.com'"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named_with_its_remedy(old: str, new: str, message: str) -> None:
@@ -291,6 +297,25 @@ def test_any_value_in_any_place_gives_a_service_or_one_line(field: str, value: o
     message = complaint(yaml.safe_dump(raw))
     assert message is None or message.startswith((f"spec.{field}", "line "))
     assert message is None or "\n" not in message
+
+
+def places(schema: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
+    """The paths of all fields that a schema names."""
+    for name, inner in schema.get("properties", {}).items():
+        yield (*above, name)
+        yield from places(inner, *above, name)
+
+
+def test_each_field_says_what_it_may_hold_instead_of_what_it_may_not() -> None:
+    for path in places(schema_of(InferenceService)["properties"]["spec"], "spec"):
+        for wrong in ("?", [1.5], -1.5):
+            raw = yaml.safe_load(GOOD)
+            inner = raw
+            for name in path[:-1]:
+                inner = inner.setdefault(name, {})
+            inner[path[-1]] = wrong
+            message = complaint(yaml.safe_dump(raw))
+            assert message is None or "\n" not in message, path
 
 
 def complaint(text: str) -> str | None:
