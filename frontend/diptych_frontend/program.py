@@ -47,6 +47,13 @@ def _be_shown_as(*command: str) -> None:
         ctypes.memmove(begin, shown.ljust(room, b"\0"), room)
 
 
+def python_program(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment of a process that imports from where this one does: not from
+    the folder where the user happens to be, but also from that of the user's program."""
+    places = os.pathsep.join(map(os.path.abspath, sys.path))
+    return [sys.executable, "-P", "-m", module, *arguments], os.environ | {"PYTHONPATH": places}
+
+
 def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
     """Run a program to its end. Exits with 2 for bad input and 1 for any other known failure."""
     # The kernel keeps signals without a handler from a container's first process: without this a

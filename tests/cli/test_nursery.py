@@ -68,6 +68,23 @@ def test_a_pod_says_and_returns_the_same(
     assert said[0] == said[1] != ""
 
 
+def test_nothing_is_imported_from_where_the_user_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose folder may have names that Python's own modules have, or be of somebody else."""
+    mark = tmp_path / "imported"
+    for name in ("msgspec", "queue"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write('{name} ')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNUSUAL", "1")  # so that it is no fork, which has imported all
+    with closing(Nursery()) as nursery:
+        for variables in ({}, {"UNUSUAL": "1"}):
+            _, ours = start(nursery, tmp_path / "log", "diptych_router", "--help", **variables)
+            with ours:
+                assert int(ours.recv(32)) == 0, (tmp_path / "log").read_text()
+    assert not mark.exists()
+
+
 def test_a_pod_ends_with_its_supervisor(nursery: Nursery, tmp_path: Path, smollm2: str) -> None:
     pod, ours = start(nursery, tmp_path / "log", *router(tmp_path, smollm2))
     wait_until(lambda: os.getsid(pod.pid) == pod.pid)

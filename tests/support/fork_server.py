@@ -2,10 +2,11 @@
 
 Half of an engine's start is the import of torch; of the rest, two thirds are what `_prepare` does.
 `use_fork_server` lets `subprocess` ask a server, which is a child of this process, for each
-`[sys.executable, "-m", MODULE, ...]` whose module is in `PROGRAMS`, and for each script of
-`SCRIPTS`. The new process is a child of the caller. It has the descriptors, the directory and the
-variables that it was given, so that signals and exit codes are as after an `execve`; only its name
-and command line are the server's. A start that wants anything else is an ordinary one.
+`[sys.executable, "-m", MODULE, ...]`, or with -P before -m, whose module is in `PROGRAMS`, and for
+each script of `SCRIPTS`. The new process is a child of the caller. It has the descriptors, the
+directory and the variables that it was given, so that signals and exit codes are as after an
+`execve`; only its name and command line are the server's. A start that wants anything else is an
+ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
 subreaper meanwhile, becomes the parent.
@@ -97,6 +98,8 @@ class Start(NamedTuple):
     numbers: list[int]
     """The descriptors' numbers in the program."""
     new_session: bool
+    is_safe: bool
+    """Python's -P: it imports nothing from its folder."""
 
 
 class ForkServer:
@@ -142,7 +145,8 @@ class ForkServer:
         changed = {name for name, _ in variables.items() ^ self._variables.items()}
         own = all(name.startswith(READ_LATER) for name in changed)
         ordinary = (gid, gids, uid, preexec) == (None,) * 4 and (process_group, umask) == (-1, -1)
-        python, kind, name = [*args, "", "", ""][:3]
+        is_safe = args[1:2] == ["-P"]
+        python, kind, name = [*args[:1], *args[1 + is_safe :], "", "", ""][:3]
         program = python == sys.executable and (
             kind in SCRIPTS or (kind == "-m" and name in self._programs)
         )
@@ -151,10 +155,10 @@ class ForkServer:
             return None
         passed = [number for number in keep if number != errpipe_write]
         given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
-        module, *arguments = args[1 + (args[1] == "-m") :]
+        module, *arguments = args[1 + is_safe + (kind == "-m") :]
         start = Start(
             os.getpid(), module, arguments, os.fspath(cwd or os.getcwd()), variables,
-            [0, 1, 2, *passed], new_session,
+            [0, 1, 2, *passed], new_session, is_safe,
         )  # fmt: skip
         return start, [*given, *passed]
 
@@ -239,7 +243,7 @@ def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     if start.module == NURSERY:
         os.execvp = partial(_be_pod, os.execvp)
-    _run_to_its_end(start.module, start.arguments)
+    _run_to_its_end(start.module, start.arguments, is_safe=start.is_safe)
 
 
 def _be_pod(execvp: Callable[..., NoReturn], file: str, command: list[str]) -> NoReturn:
@@ -254,12 +258,12 @@ def _be_pod(execvp: Callable[..., NoReturn], file: str, command: list[str]) -> N
     os._exit(1)
 
 
-def _run_to_its_end(module: str, arguments: list[str]) -> NoReturn:
+def _run_to_its_end(module: str, arguments: list[str], *, is_safe: bool = False) -> NoReturn:
     """Run a program up to its exit code. What the interpreter does after it, which is to free all
     that the server has imported, takes a fifth of a second and touches each page that is shared."""
     code = 0
     try:
-        _run(module, arguments)
+        _run(module, arguments, is_safe=is_safe)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
@@ -271,7 +275,7 @@ def _run_to_its_end(module: str, arguments: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def _run(module: str, arguments: list[str]) -> None:
+def _run(module: str, arguments: list[str], *, is_safe: bool) -> None:
     """Run the program as `python -m`, or `python` with a script, does."""
     if module in STARTERS:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -284,7 +288,8 @@ def _run(module: str, arguments: list[str]) -> None:
         use_fork_server((ours, server))
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     first = os.path.dirname(module) if module in SCRIPTS else os.getcwd()
-    sys.path[:1] = [first, *(entry for entry in given if entry and entry not in sys.path)]
+    given = [entry for entry in given if entry and entry not in sys.path]
+    sys.path[:1] = given if is_safe else [first, *given]
     sys.argv = [module, *arguments]
     if module in SCRIPTS:
         runpy.run_path(module, run_name="__main__")

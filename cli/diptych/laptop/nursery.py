@@ -46,7 +46,8 @@ class Nursery:
         numbers = [first.fileno(), second.fileno()]
         with first, second:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__name__}_process", *map(str, numbers), ROOM],
+                # -P: nothing is imported from the folder where the user happens to be.
+                [sys.executable, "-P", "-m", f"{__name__}_process", *map(str, numbers), ROOM],
                 stdin=subprocess.DEVNULL,
                 env=self._variables,
                 pass_fds=numbers,

@@ -106,11 +106,14 @@ def _run(order: Start) -> None:
     python, option, name, *arguments = [*order.command, "", "", ""]
     del arguments[-3:]
     usual = all(variable.startswith(READ_LATER) for variable in order.variables)
-    if (python, option) == ("python", "-m") and name in PROGRAMS and usual:
-        become(name, arguments)
-        return
+    command = order.command
+    if (python, option) == ("python", "-m") and name in PROGRAMS:
+        if usual:
+            become(name, arguments)
+            return
+        command = (python, "-P", *command[1:])
     try:
-        os.execvp(order.command[0], order.command)
+        os.execvp(command[0], command)
     except OSError as exc:
         sys.exit(f"cannot start {order.command[0]!r}: {exc.strerror}")
 

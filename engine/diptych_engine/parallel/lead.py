@@ -9,7 +9,6 @@ import os
 import select
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from diptych_engine.parallel.steps import (
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_frontend.core_client.launcher import socket_folder
 from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.program import python_program
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError, UtilityError
 from diptych_protocol.arrays import Frame
 
@@ -198,19 +198,21 @@ class WorkerProcess:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(endpoint(directory, rank))
-        command = [
-            *(sys.executable, "-m", "diptych_engine.parallel.worker"),
+        command, environment = python_program(
+            "diptych_engine.parallel.worker",
             *("--config", msgspec.json.encode(config).decode()),
             *("--rank", str(rank)),
             *("--directory", str(directory)),
             *("--parent-pid", str(os.getpid())),
-        ]
+        )
         self._shared = shared
         if not shared and config.kv_transfer is not None:  # the hinge needs one
             shared.append(os.memfd_create(f"diptych-kv-{rank}"))
         if shared:
             command += ["--kv-memory-fd", str(shared[0])]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=self._shared)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=self._shared, env=environment
+        )
         self.ended_fd = os.pidfd_open(self._process.pid)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

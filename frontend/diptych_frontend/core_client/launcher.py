@@ -10,7 +10,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Final, Protocol
 import msgspec
 
 from diptych_frontend.core_client.curve import read_keys
-from diptych_frontend.program import PROGRAMS, become
+from diptych_frontend.program import PROGRAMS, become, python_program
 from diptych_protocol import CurveKeys, EngineConfig, EngineDeadError, InvalidRequestError
 
 START_TIMEOUT_S = 600.0
@@ -118,8 +117,8 @@ class CoreProcess:
             self.process = ForkedCore(arguments)  # threads would be missing in it
         else:
             stdin = subprocess.PIPE if self.stands_by else subprocess.DEVNULL
-            command = [sys.executable, "-m", CORE, *arguments]
-            self.process = subprocess.Popen(command, stdin=stdin)
+            command, environment = python_program(CORE, *arguments)
+            self.process = subprocess.Popen(command, stdin=stdin, env=environment)
 
     def _make_endpoint(self) -> str:
         self._directory = socket_folder("diptych-core-")

@@ -160,7 +160,9 @@ def _compile_for(
         "NUMBA_CPU_FEATURES": target.features,
     }
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "diptych_kernels.native.compile", folder, *names]
+        # -P: not from the folder where the user happens to be, either.
+        compiler = (sys.executable, "-P", "-m", "diptych_kernels.native.compile")
+        command = [*compiler, folder, *names]
         fault = _run(command, environment, tell)
         files = [Path(folder) / name for name in names]
         if fault:
