@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Any, Final
 
 import httpx
@@ -78,19 +79,20 @@ class Chunk(msgspec.Struct):
 
 async def whole_events(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """POST a body, with fields that request a stream with its usage, and yield its events as they
-    come, one or several at a time. Raises `AnswerError`."""
+    come, one or several at a time. Who reads no further has to close it. Raises `AnswerError`."""
     request = body | {"stream": True, "stream_options": {"include_usage": True}}
     headers, give_up_at = {**HEADERS}, 0.0
     while True:
         try:
-            async for events in _events(client, path, request, headers):
-                if ids := _ID.findall(events):
-                    headers["last-event-id"], give_up_at = ids[-1].decode(), 0.0
-                elif "last-event-id" in headers and _TEXT.search(events):
-                    raise AnswerError("the stream broke off, and no router has its rest")
-                yield events
+            async with aclosing(_events(client, path, request, headers)) as coming:
+                async for events in coming:
+                    if ids := _ID.findall(events):
+                        headers["last-event-id"], give_up_at = ids[-1].decode(), 0.0
+                    elif "last-event-id" in headers and _TEXT.search(events):
+                        raise AnswerError("the stream broke off, and no router has its rest")
+                    yield events
             return
         except _BrokenOffError:
             give_up_at = give_up_at or time.monotonic() + GO_ON_S
@@ -101,11 +103,12 @@ async def whole_events(
 
 async def stream_chat(
     client: httpx.AsyncClient, url: str, body: dict[str, Any]
-) -> AsyncIterator[Chunk]:
+) -> AsyncGenerator[Chunk]:
     """Yield the pieces of one chat completion as they arrive. Raises `AnswerError`."""
-    async for events in whole_events(client, f"{url}/chat/completions", body):
-        for chunk in chunks_of(events):
-            yield chunk
+    async with aclosing(whole_events(client, f"{url}/chat/completions", body)) as coming:
+        async for events in coming:
+            for chunk in chunks_of(events):
+                yield chunk
 
 
 def chunks_of(events: bytes) -> Iterator[Chunk]:
@@ -125,7 +128,7 @@ def chunks_of(events: bytes) -> Iterator[Chunk]:
 
 async def _events(
     client: httpx.AsyncClient, path: str, request: dict[str, Any], headers: dict[str, str]
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """Yield the events of one connection, until the stream's proper end. Raises `AnswerError`."""
     events = rest = b""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import httpx
@@ -104,11 +105,12 @@ async def _ask(client: httpx.AsyncClient, state: RunState, console: Console) -> 
     begun = time.perf_counter()
     arrivals: list[float] = []
     tokens: int | None = None
-    async for chunk in stream_chat(client, state.url, body):
-        if chunk.text:
-            arrivals.append(time.perf_counter() - begun)
-            show(chunk.text)
-        tokens = tokens if chunk.usage is None else chunk.usage.completion_tokens
+    async with aclosing(stream_chat(client, state.url, body)) as chunks:
+        async for chunk in chunks:
+            if chunk.text:
+                arrivals.append(time.perf_counter() - begun)
+                show(chunk.text)
+            tokens = tokens if chunk.usage is None else chunk.usage.completion_tokens
     if not arrivals:
         raise AnswerError("the answer was empty")
     return Timing(arrivals[0], arrivals[-1], tokens if tokens is not None else len(arrivals))

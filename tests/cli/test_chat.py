@@ -6,8 +6,10 @@ import asyncio
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -161,6 +163,31 @@ def test_a_pipe_gets_the_answer_and_nothing_else(url: str) -> None:
     chat = [sys.executable, "-m", "diptych.main", "chat", "--url", url]
     done = subprocess.run(chat, input="count\n", capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "1 messages\n", "")
+
+
+def test_a_pipe_that_nobody_reads_ends_a_chat_without_a_word() -> None:
+    event = b'data: {"choices": [{"index": 0, "delta": {"content": "Hello"}}]}\n\n'
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def answer(server: socket.socket) -> None:
+        client, _ = server.accept()
+        with client:
+            client.recv(1 << 16)
+            client.sendall(head + b"%x\r\n%b\r\n" % (len(event), event))
+            while client.recv(1 << 16):  # until it leaves, in the midst of its answer
+                pass
+
+    unread, pipe = os.pipe()
+    os.close(unread)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, args=(server,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "diptych.main", "chat", "--url", url, "--model", "m"]
+        done = subprocess.run(
+            command, input=b"hello\n", stdout=pipe, stderr=subprocess.PIPE, timeout=PATIENCE_S
+        )
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_who_types_into_a_chat_whose_answers_go_elsewhere_is_prompted_beside_them(

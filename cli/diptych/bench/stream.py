@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,8 +53,8 @@ async def stream(
     size = 0
     started = time.perf_counter()
     try:
-        async with asyncio.timeout(timeout_s):
-            async for events in whole_events(client, path, body):
+        async with asyncio.timeout(timeout_s), aclosing(whole_events(client, path, body)) as coming:
+            async for events in coming:
                 pieces.append((time.perf_counter() - started, events))
                 size += len(events)
                 if size > MAX_ANSWER_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 import httpx
@@ -53,8 +54,11 @@ class Conversation:
         self.images = []
         answer: list[str] = []
         body = self._body | {"messages": [*self.messages, asked]}
-        async with httpx.AsyncClient(timeout=TIMEOUT, **self._service.client) as client:
-            async for piece in stream_chat(client, self._service.url, body):
+        async with (
+            httpx.AsyncClient(timeout=TIMEOUT, **self._service.client) as client,
+            aclosing(stream_chat(client, self._service.url, body)) as pieces,
+        ):
+            async for piece in pieces:
                 answer.append(piece.text)
                 show(piece.text)
         self.turns += [asked, {"role": "assistant", "content": "".join(answer)}]
