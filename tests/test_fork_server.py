@@ -16,7 +16,7 @@ from waits import wait_until
 
 from diptych_protocol import EngineConfig
 
-PYTHON = [sys.executable, "-m", "diptych_engine.serving.core_process"]
+PYTHON = [sys.executable, "-P", "-m", "diptych_engine.serving.core_process"]
 OWN = ["--local", "ipc:///nowhere", "--parent-pid", str(os.getpid())]
 
 
