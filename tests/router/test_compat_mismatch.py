@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from free_ports import free_port
 
 from diptych_protocol import EngineDescription, RouterConfig
 from diptych_router.engines.discovery import Target
-from diptych_router.engines.engine_link import compat_mismatch
+from diptych_router.engines.engine_link import EngineLink, compat_mismatch
 from diptych_router.engines.engine_table import Role
 from diptych_router.requests.pools.pools import Pools
 
@@ -65,11 +66,11 @@ async def pools_of(
         FakeCore(f"tcp://{host}:{port}", describe=msgspec.to_builtins(said[role]))
         for role, [(host, port)] in targets.items()
     ]
-    pools = Pools(
-        RouterConfig(model="m", verify="Off"), targets, None, None,
-        on_change=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+    connect = partial(
+        EngineLink, read_keys=None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
         on_hang=lambda _: None, vocabulary=vocabulary,
     )  # fmt: skip
+    pools = Pools(RouterConfig(model="m", verify="Off"), targets, connect, None, lambda: None)
     pools.start()
     try:
         await eventually(lambda: pools.of("prefill") and pools.of("decode"))

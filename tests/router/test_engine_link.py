@@ -24,8 +24,8 @@ def statistics(*, draining: bool) -> EngineCoreOutputs:
 @pytest_asyncio.fixture
 async def reached() -> AsyncIterator[EngineLink]:
     made = EngineLink(
-        "decode", "tcp://127.0.0.1:1", None, EngineTable().add("decode", 0),
-        on_news=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+        "decode", "tcp://127.0.0.1:1", EngineTable().add("decode", 0), "", lambda: None,
+        read_keys=None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
         on_hang=lambda _: None,
     )  # fmt: skip
     yield made
@@ -49,8 +49,8 @@ async def test_an_engine_that_drains_is_never_taken_for_one_that_does_not(
         raise ValueError("a mistake of whoever listens")
 
     link = EngineLink(
-        "decode", "tcp://127.0.0.1:1", None, EngineTable().add("decode", 0),
-        on_news=hear, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+        "decode", "tcp://127.0.0.1:1", EngineTable().add("decode", 0), "", hear,
+        read_keys=None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
         on_hang=lambda _: None,
     )  # fmt: skip
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,11 +52,11 @@ class Router:
     def __init__(self) -> None:
         self.targets: dict[Role, list[Target]] = {x: [("127.0.0.1", free_port())] for x in ROLES}
         self.prefill, self.decode = (core(self.targets[role][0], role) for role in ROLES)
-        self.pools = Pools(
-            RouterConfig(model="m"), self.targets, None, None,
-            on_change=lambda: None, on_outputs=self._hear, on_lost=lambda *_: None,
+        connect = partial(
+            EngineLink, read_keys=None, on_outputs=self._hear, on_lost=lambda *_: None,
             on_hang=lambda _: None,
         )  # fmt: skip
+        self.pools = Pools(RouterConfig(model="m"), self.targets, connect, None, lambda: None)
         self.pools.start()
 
     def _hear(self, link: EngineLink, message: EngineCoreOutputs) -> None:

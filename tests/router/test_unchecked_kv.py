@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.wire import DOUBT_KV, Abilities
 from diptych_router.engines.discovery import Target
+from diptych_router.engines.engine_link import EngineLink
 from diptych_router.engines.engine_table import Role
 from diptych_router.requests.pools.pools import Pools
 
@@ -83,11 +85,11 @@ async def test_kv_is_compared_freed_and_doubted_where_engines_do_not_check_it(
         role: [("127.0.0.1", free_port())] for role in ("prefill", "decode")
     }
     fakes = {role: core(role, target, checks_kv) for role, [target] in targets.items()}
-    pools = Pools(
-        RouterConfig(model="m"), targets, None, None,
-        on_change=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+    connect = partial(
+        EngineLink, read_keys=None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
         on_hang=lambda _: None,
     )  # fmt: skip
+    pools = Pools(RouterConfig(model="m"), targets, connect, None, lambda: None)
     serving = [
         asyncio.create_task(serve_prefill(fakes["prefill"])),
         asyncio.create_task(serve_decode(fakes["decode"], foreign)),

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,15 @@ class PoolClient(AsyncEngine, WithoutControl):
         super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
         """The router is about to end: it serves on, but wants no more to come."""
-        self.pools = Pools(
-            config,
-            targets,
-            read_keys,
-            serving,
-            on_change=self._pools_changed,
+        connect = partial(
+            EngineLink,
+            read_keys=read_keys,
             on_outputs=self._handle_outputs,
             on_lost=self._engine_lost,
             on_hang=self._engine_hangs,
             vocabulary=inputs.renderer.tokenizer.vocabulary if inputs.renderer.tokenizer else "",
         )
+        self.pools = Pools(config, targets, connect, serving, self._pools_changed)
         self._model_limit = inputs.max_model_len
         self._lacks: tuple[Lack, ...] = ()
         """What the engines cannot do, as those have said that were usable last."""

@@ -17,8 +17,6 @@ import zmq
 
 from diptych_protocol import (
     UNREADABLE,
-    EngineCoreOutputs,
-    EngineDeadError,
     EngineDescription,
     EngineOverloadedError,
     InvalidRequestError,
@@ -37,11 +35,10 @@ from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import (
     CALL_ERRORS,
     EngineLink,
-    ReadKeys,
     compat_mismatch,
     key_of,
 )
-from diptych_router.engines.engine_table import ROLES, Role
+from diptych_router.engines.engine_table import ROLES, EngineRow, Role
 from diptych_router.engines.health_book import FullEngines
 from diptych_router.engines.serving import RevisionShare, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
@@ -55,6 +52,9 @@ NOTIFY_TIMEOUT_S = 5.0
 EXPECTED_S = 10.0
 """How long, at least, a prompt that was sent counts as cached, before its engine reports it."""
 
+Connect = Callable[[Role, str, EngineRow, str, Callable[[], None]], EngineLink]
+"""Makes an `EngineLink` of its first arguments."""
+
 
 class Pools:
     """Follows discovery, `serving.json` and the engines' reports, and verifies new engines."""
@@ -63,17 +63,11 @@ class Pools:
         self,
         config: RouterConfig,
         targets: dict[Role, list[Target]],
-        read_keys: ReadKeys | None,
+        connect: Connect,
         serving: Path | None,
-        *,
         on_change: Callable[[], None],
-        on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
-        on_lost: Callable[[EngineLink, EngineDeadError], None],
-        on_hang: Callable[[EngineLink], None],
-        vocabulary: str = "",
     ) -> None:
-        """`on_change`: maybe more, fewer or others are usable. `vocabulary`: see `EngineLink`."""
-        self._vocabulary = vocabulary
+        """on_change: maybe more, fewer or others are usable."""
         self.links: dict[str, EngineLink] = {}
         self.get: Callable[[str], EngineLink | None] = self.links.get
         self.had_pair = False
@@ -81,14 +75,12 @@ class Pools:
         self._usable_at = -math.inf
         """When a decode engine was last seen usable, on the monotonic clock."""
         self._config = config
-        self._targets = targets
-        self._read_keys = read_keys
+        self._targets, self._connect = targets, connect
         self._name = secrets.token_hex(8)
         self._serving = ServingFile(serving)
         self.trial: RevisionShare | None = None
         """Deals a revision its share of new requests; None: each gets what it can carry."""
-        self._on_change, self._on_outputs = on_change, on_outputs
-        self._on_lost, self._on_hang = on_lost, on_hang
+        self._on_change = on_change
         policy, self.refused_settings = policy_of(config)
         self.fleet = FleetTable(policy, Random().randrange, config.disaggregate)
         self.first_token, self.placed = self.fleet.first_token, self.fleet.placed
@@ -369,18 +361,7 @@ class Pools:
         for endpoint in endpoints - known.keys():
             row = self.fleet.add(role, key_of(role, endpoint))
             try:
-                link = EngineLink(
-                    role,
-                    endpoint,
-                    self._read_keys,
-                    row,
-                    router=self._name,
-                    on_news=self._changed,
-                    on_outputs=self._on_outputs,
-                    on_lost=self._on_lost,
-                    on_hang=self._on_hang,
-                    vocabulary=self._vocabulary,
-                )
+                link = self._connect(role, endpoint, row, self._name, self._changed)
             except (InvalidRequestError, zmq.ZMQError) as exc:
                 log.warning("cannot connect to %s: %s", endpoint, exc)
                 self.fleet.remove(row.key)
