@@ -31,7 +31,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.kv_transfer_params import differences
-from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
+from diptych_protocol.wire import FOLLOW_HEARTBEAT, Heartbeat
 from diptych_router.engines.engine_table import ROLES, EngineRow, Role
 from diptych_router.engines.health_book import Breaker
 from diptych_router.engines.liveness import Liveness
@@ -181,10 +181,6 @@ class EngineLink:
             self.kept_out = kept_out
             self._refresh_row()
 
-    def give(self, role: Role) -> None:
-        """Ask the engine to tell all routers that it has this role now."""
-        self._tell(FOLLOW_HEARTBEAT, self._router, role)
-
     def turn(self, role: Role) -> None:
         """Treat it as one of another role. Its connection and its requests stay."""
         log.info("engine %s turns from %s to %s", self.name, self.role, role)
@@ -225,21 +221,9 @@ class EngineLink:
         with contextlib.suppress(NotConnectedError, ClientClosedError):
             self.client.abort(request_ids)
 
-    def announce(self, request: EngineCoreRequest) -> None:
-        """Announce a request. An engine that misses it, or does not support it, works without."""
-        self._tell("announce_kv_transfer", request)
-
-    def follow_prefixes(self) -> None:
-        """Ask the engine to report its cached blocks, now and at each change. An engine that does
-        not know this call does not answer, and is not asked again."""
-        self._tell(FOLLOW_PREFIXES)
-
-    def doubt_kv(self, why: str) -> None:
-        """Have the engine use nothing that it remembers now."""
-        self._tell(DOUBT_KV, why)
-
-    def _tell(self, method: str, *args: Any) -> None:
-        """Make a call that nobody need answer, unless the engine is gone."""
+    def tell(self, method: str, *args: Any) -> None:
+        """Make a call that needs no answer, unless the engine is gone. One that misses it, or does
+        not know it, works without."""
         with contextlib.suppress(NotConnectedError, ClientClosedError):
             self.client.tell(method, *args)
 
@@ -336,30 +320,26 @@ class EngineLink:
         judge whether it hangs."""
         self._liveness = Liveness()
         self._refresh_row()
-        self._tell(FOLLOW_HEARTBEAT, self._router)
+        self.tell(FOLLOW_HEARTBEAT, self._router)
         wait_s = STATS_INTERVAL_S
-        while not await self._lost_within(wait_s):
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._gone.wait()
+            if self._gone.is_set():
+                return
             now = time.monotonic()
             if self._liveness.sends_heartbeats:
                 wait_s = self._liveness.look(now)
             else:
-                await self._ask_for_stats()
+                self._liveness.asked(now)
+                try:
+                    await self.refresh_stats()
+                except (*CALL_ERRORS, msgspec.ValidationError) as exc:
+                    log.debug("no statistics from %s: %s", self.name, exc)
             self._judge(now)
             if self._liveness.hangs(now):
                 self._on_hang(self)
-
-    async def _ask_for_stats(self) -> None:
-        self._liveness.asked(time.monotonic())
-        try:
-            await self.refresh_stats()
-        except (*CALL_ERRORS, msgspec.ValidationError) as exc:
-            log.debug("no statistics from %s: %s", self.name, exc)
-
-    async def _lost_within(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._gone.wait()
-        return self._gone.is_set()
 
     def _tell_news(self) -> None:
         try:

@@ -272,7 +272,7 @@ class PoolClient(AsyncEngine, WithoutControl):
                             link.abort(core_ids)
                     case Announce(engine, request):
                         if (link := self.pools.get(engine)) is not None:
-                            link.announce(request)
+                            link.tell("announce_kv_transfer", request)
                     case Release(core_id, params):
                         self.pools.release(core_id, params)
                     case AskHandOff() as ask:

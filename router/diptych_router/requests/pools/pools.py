@@ -214,7 +214,7 @@ class Pools:
         about = link.description
         most = 0 if about is None else about.num_blocks + about.num_disk_blocks
         if not self.fleet.known.take(link.key, changes, most):
-            link.follow_prefixes()
+            link.tell(wire.FOLLOW_PREFIXES)
         elif changes.whole and self.health.trusted(link) and not self.verified(link):
             self._changed()
 
@@ -307,7 +307,10 @@ class Pools:
     async def _look(self) -> None:
         if self._serving.refresh():
             log.info("revisions that may serve: %s", self.serving)
-            self._follow_trial()
+            if not self.serving.canary:
+                self.trial = None
+            elif self.trial is None or self.trial.now_other(self.serving):
+                self.trial = RevisionShare(self.serving)  # counts anew with each share
         found = await asyncio.gather(*(resolve(self._targets[role]) for role in ROLES))
         for role, endpoints in zip(ROLES, found, strict=True):
             if endpoints is not None:
@@ -339,21 +342,13 @@ class Pools:
             key = watch.due(homes, now)
             if key is not None:
                 link = self.links[key]
-                link.give(OTHER[link.role])
+                link.tell(wire.FOLLOW_HEARTBEAT, self._name, OTHER[link.role])
 
     def _turn(self, link: EngineLink) -> None:
         role = self.fleet.turn(link.key, link.description.engine_id if link.description else "")
         link.turn(role)
         self.turns[role] += 1
         self._changed()
-
-    def _follow_trial(self) -> None:
-        """Begin to count anew with each share."""
-        serving, trial = self.serving, self.trial
-        if not serving.canary:
-            self.trial = None
-        elif trial is None or trial.now_other(serving):
-            self.trial = RevisionShare(serving)
 
     def _follow(self, role: Role, endpoints: set[str]) -> None:
         """Open lines to new addresses; drop those that are neither listed nor alive."""
@@ -405,7 +400,7 @@ class Pools:
             for reader in self.links.values():
                 reads = reader.up and (reader.role == "decode" or reader.has_turned)
                 if reads and reader.fingerprint == link.fingerprint:
-                    reader.doubt_kv(why)
+                    reader.tell(wire.DOUBT_KV, why)
 
     def _greet(self) -> None:
         """Take in who answers anew, and have it tell what it remembers."""
@@ -415,7 +410,7 @@ class Pools:
                 engine_id = link.description.engine_id
                 self.fleet.is_up(link.row, link.fingerprint, engine_id, link.location)
                 if self._follows_prefixes:
-                    link.follow_prefixes()
+                    link.tell(wire.FOLLOW_PREFIXES)
 
     def _refresh_rows(self) -> None:
         for link in self.links.values():
