@@ -13,8 +13,10 @@ its trial has ended, because streams wait for it. This module performs no I/O.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from diptych_protocol import EngineCoreOutput
 from diptych_router.engines.engine_table import Role
@@ -32,8 +34,7 @@ NEARLY = 0.1
 """Tokens whose log-probabilities differ by less count as equally likely."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An engine that may take part in a trial: up, listed and not draining."""
 
     epoch: str
@@ -42,8 +43,7 @@ class Candidate:
     load: int
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
+class Trial(NamedTuple):
     """A canary to send: the epochs of its pair."""
 
     prefill: str
@@ -64,7 +64,7 @@ class TrialBook:
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
-        self._failed_pairs: dict[Trial, int] = {}
+        self._failed_pairs = Counter[Trial]()
 
     def verified(self, epoch: str) -> bool:
         record = self._records.get(epoch)
@@ -82,11 +82,8 @@ class TrialBook:
             if epoch not in self._records and self.verified(former):
                 self._records[epoch] = _Record(trusted=True, retry_at=now + AFTER_STREAMS_S)
         self._records = {e: r for e, r in self._records.items() if e in formers}
-        self._failed_pairs = {
-            pair: count
-            for pair, count in self._failed_pairs.items()
-            if pair.prefill in formers and pair.decode in formers
-        }
+        kept = {pair: n for pair, n in self._failed_pairs.items() if formers.keys() >= {*pair}}
+        self._failed_pairs = Counter(kept)
 
     def due(self, candidates: Sequence[Candidate], now: float) -> list[Trial]:
         """Return trials to begin now. Each must be reported to `ended`.
@@ -97,25 +94,25 @@ class TrialBook:
         """
         free = {e.epoch for e in candidates if not self._record(e.epoch).on_trial}
         pairs = [
-            (self._preference(engine, partner), engine.epoch, partner.epoch, _pair(engine, partner))
+            (_pair(engine, partner), partner)
             for engine in candidates
             if self._wants_proof(engine.epoch, now)
             for partner in candidates
             if partner.role != engine.role and partner.fingerprint == engine.fingerprint
         ]
         trials = []
-        for _, engine_epoch, partner_epoch, trial in sorted(pairs, key=lambda pair: pair[0]):
-            if engine_epoch in free and partner_epoch in free:
+        for trial, _ in sorted(pairs, key=self._preference):
+            if free.issuperset(trial):
                 trials.append(trial)
                 for record in self._unproven(trial):
                     record.on_trial = True
-                free -= {e for e in (engine_epoch, partner_epoch) if not self.verified(e)}
+                free -= {epoch for epoch in trial if not self.verified(epoch)}
         return trials
 
     def ended(self, trial: Trial, *, ok: bool, now: float) -> None:
         """Record the end of a trial. A failure does not show which engine is at fault."""
         if not ok:
-            self._failed_pairs[trial] = self._failed_pairs.get(trial, 0) + 1
+            self._failed_pairs[trial] += 1
         for record in self._unproven(trial):
             record.on_trial = False
             record.verified = record.trusted = ok
@@ -124,8 +121,7 @@ class TrialBook:
                 record.retry_at = now + back_off_s(record.failures, FIRST_RETRY_S, LONGEST_RETRY_S)
 
     def _unproven(self, trial: Trial) -> list[_Record]:
-        both = (self._record(epoch) for epoch in (trial.prefill, trial.decode))
-        return [record for record in both if not record.verified]
+        return [record for record in map(self._record, trial) if not record.verified]
 
     def _record(self, epoch: str) -> _Record:
         return self._records.setdefault(epoch, _Record())
@@ -134,10 +130,10 @@ class TrialBook:
         record = self._record(epoch)
         return not (record.verified or record.on_trial) and now >= record.retry_at
 
-    def _preference(self, engine: Candidate, partner: Candidate) -> tuple[int, bool, int]:
+    def _preference(self, asked: tuple[Trial, Candidate]) -> tuple[int, bool, int]:
         """Somebody else than last time, if it failed; then one that needs the proof too."""
-        failed = self._failed_pairs.get(_pair(engine, partner), 0)
-        return failed, self.verified(partner.epoch), partner.load
+        trial, partner = asked
+        return self._failed_pairs[trial], self.verified(partner.epoch), partner.load
 
 
 def prompt_length(block_size: int, max_model_len: int) -> int:
