@@ -216,8 +216,8 @@ class Attempts:
         taker = self._taker(routed)
         if taker is None:
             return self.retry(routed, Setback.MOVE, "no decode engine can take it over", now)
-        if routed.is_announced_at(taker.key):
-            routed.announced, actions = None, []  # its next placement has the id announced there
+        if routed.announced == taker.key:
+            routed.announced, actions = "", []  # its next placement has the id announced there
         elif taker.key == routed.engine:
             # It has turned, and remembers the prompt. A lease of itself would last until it was
             # read, and hold the room that its reader waits for.
@@ -241,7 +241,7 @@ class Attempts:
         ):
             planned = None
         still = planned is not None and (
-            planned.role == "decode" or routed.is_announced_at(planned.key)
+            planned.role == "decode" or routed.announced == planned.key
         )
         if still and self._fleet.may_begin_at(routed.decode_engine):
             return planned
@@ -313,13 +313,13 @@ def _let_go(routed: RoutedRequest) -> list[Action]:
     """Release the lease that no decode engine has read yet, and take back the announcement."""
     lease, routed.lease = routed.lease, None
     actions: list[Action] = [] if lease is None else [Release(routed.core_id, lease)]
-    return [*actions, *_unannounce(routed)] if routed.announced is not None else actions
+    return [*actions, *_unannounce(routed)] if routed.announced else actions
 
 
 def _unannounce(routed: RoutedRequest) -> list[Action]:
     """The engine that was told that this request would come waits in vain."""
-    announced = routed.withdraw_announcement()
-    return [] if announced is None else [Abort(announced.engine, [announced.core_id])]
+    engine = routed.withdraw_announcement()
+    return [Abort(engine, [routed.core_id])] if engine else []
 
 
 def patience_s(

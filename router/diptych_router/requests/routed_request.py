@@ -56,14 +56,6 @@ class Stage(enum.Enum):
     DECODE = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """A request that was announced to a decode engine."""
-
-    engine: str
-    core_id: str
-
-
 @dataclass(slots=True)
 class RoutedRequest:
     """A request as its user meant it, and its progress."""
@@ -107,8 +99,8 @@ class RoutedRequest:
     """Whether its engine is to compute what it has on disk of the prompt."""
     lease: dict[str, Any] | None = None
     """kv_transfer_params of a lease that no decode engine has read yet."""
-    announced: Announcement | None = None
-    """The announcement of its next placement, which has the announced id if it goes there."""
+    announced: str = ""
+    """Key of the engine that was told to expect its next placement by its id; empty: none was."""
     moving: bool = False
     """Whether its engine was asked to hand it off."""
     full: set[str] = field(default_factory=set)
@@ -255,7 +247,7 @@ class RoutedRequest:
         if self.tokens_left <= 1 or self.original.prompt_embeds is not None:
             return None
         coming = f"{self.request_id}/{self.placements + 1}"
-        self.announced = Announcement(engine, coming)
+        self.announced = engine
         num_tokens = self.record.prompt_tokens + len(self.generated)
         lease = msgspec.structs.replace(lends, lease_id=lease_id, remote_num_tokens=num_tokens)
         coming_request = self._with(asdict(lease), core_id=coming)
@@ -266,17 +258,13 @@ class RoutedRequest:
             ]
         return coming_request
 
-    def is_announced_at(self, engine: str) -> bool:
-        """Whether that engine was told to expect the next placement."""
-        return self.announced is not None and self.announced.engine == engine
-
-    def withdraw_announcement(self) -> Announcement | None:
-        """Withdraw the announced placement, and return it; its id cannot be used again."""
-        announced, self.announced = self.announced, None
-        if announced is not None:
+    def withdraw_announcement(self) -> str:
+        """Take the announced id, which cannot be used again, from the engine that is returned."""
+        engine, self.announced = self.announced, ""
+        if engine:
             self.placements += 1
-            self.core_id = announced.core_id
-        return announced
+            self.core_id = f"{self.request_id}/{self.placements}"
+        return engine
 
     def decode_request(self) -> EngineCoreRequest:
         """Return the request for the decode engine: take the KV over, and continue."""
