@@ -36,7 +36,7 @@ from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Kind
 from diptych_router.requests.records import MOST_REQUESTS
 from diptych_router.requests.request_record import RequestRecord
-from diptych_router.telling.explanations import Explanations, check_id
+from diptych_router.telling.explanations import Explanations
 
 DEFAULT_LIMIT: Final = 20
 MOST_WAIT_S: Final = 60.0
@@ -61,7 +61,6 @@ def request_routes(known: Explanations) -> list[BaseRoute]:
 
 def _explained(known: Explanations, request_id: str) -> Explanation:
     """Raises `InvalidRequestError` for an id that cannot be one, or that is not remembered."""
-    check_id(request_id)
     found = known.explanation(request_id)
     if not found.requests:
         newest = known.newest(1)

@@ -50,7 +50,14 @@ class Explanations:
 
     def explanation(self, request_id: str, tenant: str | None = None) -> Explanation:
         """Return what is recorded under an id, the newest first. The id is the client's, with or
-        without the API's prefix, or the router's own. tenant: whose records; None: anybody's."""
+        without the API's prefix, or the router's own. tenant: whose records; None: anybody's.
+        Raises `InvalidRequestError` for what cannot be an id."""
+        if len(request_id) > MOST_ID_CHARACTERS:
+            raise InvalidRequestError(
+                f"a request id has at most {MOST_ID_CHARACTERS} characters, this one has "
+                f"{len(request_id)}",
+                param="request_id",
+            )
         wanted = {request_id, *(request_id.removeprefix(prefix) for prefix in API_PREFIXES)}
         found = (
             record
@@ -68,16 +75,6 @@ class Explanations:
             requests=[_line_of(record) for record in islice(self._records, limit)],
             num_remembered=len(self._records),
             most_remembered=self._records.most_requests,
-        )
-
-
-def check_id(request_id: str) -> None:
-    """Raise `InvalidRequestError` for what cannot be an id."""
-    if len(request_id) > MOST_ID_CHARACTERS:
-        raise InvalidRequestError(
-            f"a request id has at most {MOST_ID_CHARACTERS} characters, this one has "
-            f"{len(request_id)}",
-            param="request_id",
         )
 
 

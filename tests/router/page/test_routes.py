@@ -16,6 +16,8 @@ from diptych_frontend.openai.asgi import Boundary
 from diptych_frontend.timeline.lanes import timeline
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
+from diptych_router.requests.records import Records
+from diptych_router.telling.explanations import Explanations
 from diptych_router.telling.page.control import CONTROL_VARIABLE, Control, read_control
 from diptych_router.telling.page.panels import panels_of, whose
 from diptych_router.telling.page.routes import Page
@@ -26,6 +28,7 @@ CONTROL = Control("http://127.0.0.1:9", "a-token-of-sixteen")
 
 def explained(request_id: str, tenant: str) -> Explanation:
     """A router's memory of one request of alice and one of bob, under the same id."""
+    Explanations(Records(), str, policy="", disaggregate="").explanation(request_id)
     names = {"shared": ["alice", "bob"], "of-bob": ["bob"]}.get(request_id, [])
     requests = [
         RequestReport(

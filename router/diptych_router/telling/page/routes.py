@@ -22,7 +22,6 @@ from diptych_frontend.openai.responses import SSE, encode, json_response
 from diptych_frontend.timeline.lanes import Timeline, timeline
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
 from diptych_protocol.admin import Explanation
-from diptych_router.telling.explanations import check_id
 from diptych_router.telling.page.assets import Assets
 from diptych_router.telling.page.control import Control
 from diptych_router.telling.page.panels import Panels, change, whose
@@ -212,9 +211,8 @@ class Page:
 
     def _own(self, request: Request) -> Explanation:
         """What is remembered of the caller under the path's id. Raises `InvalidRequestError`."""
-        request_id = request.path_params["request_id"]
-        check_id(request_id)
-        return self._explained(request_id, exchange_of(request.scope).tenant)
+        tenant = exchange_of(request.scope).tenant
+        return self._explained(request.path_params["request_id"], tenant)
 
 
 class _Events:
