@@ -92,9 +92,8 @@ def test_bodies_and_trailers_pass_as_the_gateway_sends_them(which: str, mode: st
     talk.answer(headers(mode=mode))
     if which == "response":
         served = asked(response_headers={})
-        served.metadata_context.filter_metadata["envoy.lb"].update(
-            {"x-gateway-destination-endpoint-served": OTHER}
-        )
+        told = served.metadata_context.filter_metadata.add(key="envoy.lb")
+        told.value.update({"x-gateway-destination-endpoint-served": OTHER})
         assert talk.answer(served).WhichOneof("response") == "response_headers"
     for text, ends in ((b"ab", False), (b"c", True)):
         chunk = {"body": text, "end_of_stream": ends}

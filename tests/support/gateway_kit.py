@@ -41,7 +41,7 @@ def headers(subset: Sequence[str] | None = None, mode: str | None = None) -> Any
     """The first message about a request: the endpoints that may be picked, how bodies are sent."""
     first = asked(request_headers={})
     if subset is not None:
-        first.metadata_context.filter_metadata[HINT].update({SUBSET: list(subset)})
+        first.metadata_context.filter_metadata.add(key=HINT).value.update({SUBSET: list(subset)})
     if mode is not None:
         first.protocol_config.request_body_mode = BODY_MODES.index(mode)
         first.protocol_config.response_body_mode = BODY_MODES.index(mode)

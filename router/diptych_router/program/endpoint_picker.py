@@ -60,7 +60,7 @@ _MESSAGES: Final = {
     "HttpBody": "body=1:bytes end_of_stream=2:bool",
     "HttpTrailers": "",
     "FilterMetadataEntry": f"key=1:string value=2:{_STRUCT}",
-    "Metadata": "filter_metadata=1:Metadata.FilterMetadataEntry*",
+    "Metadata": "filter_metadata=1:FilterMetadataEntry*",
     "ProtocolConfiguration": "request_body_mode=1:int32 response_body_mode=2:int32",
     "ProcessingRequest": "request_headers=2:HttpHeaders|request "
     "response_headers=3:HttpHeaders|request request_body=4:HttpBody|request "
@@ -69,26 +69,28 @@ _MESSAGES: Final = {
     "observability_mode=10:bool protocol_config=11:ProtocolConfiguration",
 }
 """The messages of Envoy's `ext_proc` of a picker: name=number:type of
-each field, * if it is repeated, |the oneof that it is in. An enum is its number, as on the wire.
+each field, * if it is repeated, |the oneof that it is in. As on the wire, an enum is its number,
+and a map its entries.
 
 Fields have the numbers of `envoy/service/ext_proc/v3/external_processor.proto` and of what it
 imports; fields that no picker needs are left out, and passed over on the wire. Packages of all of
 Envoy's messages bring copies of other packages' files, and overwrite them."""
 
 
-def _described() -> descriptor_pb2.FileDescriptorProto:
+def _classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="ext_proc.proto", package=_PACKAGE)
     file.syntax, file.dependency[:] = "proto3", [struct_pb2.DESCRIPTOR.name]
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for text in fields.split():
             _add_field(message, text)
-    entry = next(each for each in file.message_type if each.name == "FilterMetadataEntry")
-    entry.options.map_entry = True
-    metadata = next(each for each in file.message_type if each.name == "Metadata")
-    metadata.nested_type.append(entry)  # a map's entries are described inside
-    file.message_type.remove(entry)
-    return file
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(struct_pb2.DESCRIPTOR.serialized_pb)
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        for name in _MESSAGES
+    }
 
 
 def _add_field(message: descriptor_pb2.DescriptorProto, text: str) -> None:
@@ -108,17 +110,6 @@ def _add_field(message: descriptor_pb2.DescriptorProto, text: str) -> None:
         if not message.oneof_decl:
             message.oneof_decl.add(name=oneof)
         field.oneof_index = 0
-
-
-def _classes() -> dict[str, Any]:
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(struct_pb2.DESCRIPTOR.serialized_pb)
-    pool.Add(_described())
-    names = (name for name in _MESSAGES if name != "FilterMetadataEntry")
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in names
-    }
 
 
 MESSAGES: Final = _classes()
@@ -190,10 +181,10 @@ class PickerStream:
 
 def _allowed(metadata: Any) -> list[str] | None:
     namespace, key = SUBSET
-    fields = metadata.filter_metadata[namespace].fields
-    if key not in fields:
+    told = [each.value.fields for each in metadata.filter_metadata if each.key == namespace]
+    if not told or key not in told[-1]:
         return None
-    named = (value.string_value for value in fields[key].list_value.values)
+    named = (value.string_value for value in told[-1][key].list_value.values)
     return [endpoint for endpoint in named if endpoint]
 
 
