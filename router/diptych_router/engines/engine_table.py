@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_protocol import KVTransferStats, SchedulerStats
-from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD
 from diptych_protocol.wire import Heartbeat
 from diptych_router.engines.known_prefixes import MAX_ADAPTERS
 from diptych_router.engines.learned_rates import LearnedRates
@@ -376,8 +376,10 @@ class EngineRow:
             self._learn_from(last, stats, size, now)
         pairs = self.table.pairs
         if pairs is not None and stats.kv_transfer is not None:
-            moves = self._new_moves(stats.kv_transfer.newest_moves)
-            pairs.saw(self.at, moves, size, self.table.trips, now)
+            told = stats.kv_transfer.newest_moves[-MAX_MOVES_TOLD:]
+            new = [move for move in told if move.number > self._last_move]
+            self._last_move = max((move.number for move in new), default=self._last_move)
+            pairs.saw(self.at, new, size, self.table.trips, now)
 
     def heard(self, heartbeat: Heartbeat, num_received: int, now: float) -> None:
         """Apply what it says of routers. It has received this many requests of this one."""
@@ -389,13 +391,6 @@ class EngineRow:
             if self._num_of_all:  # else these may be from long before
                 self.table.share.received(own, of_all - own, now)
             self._num_received, self._num_of_all = num_received, heartbeat.requests
-
-    def _new_moves(self, told: list[Move]) -> list[Move]:
-        """Those that were not told before."""
-        new = [move for move in told[-MAX_MOVES_TOLD:] if move.number > self._last_move]
-        if new:
-            self._last_move = max(move.number for move in new)
-        return new
 
     def _learn_from(
         self, last: SchedulerStats, stats: SchedulerStats, size: float, now: float

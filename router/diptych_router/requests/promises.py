@@ -184,7 +184,9 @@ class Promises:
             each_s = math.inf if self._inter_token_s is None else self._inter_token_s
             record.trial.counts["ended"] += 1
             record.trial.counts["slow"] += now - record.first_token_s > each_s * gaps
-            record.trial.counts["handed_over"] += record.was_handed_over
+            placement = record.placement  # at the newest engine
+            received = placement is not None and placement.received_tokens > 0
+            record.trial.counts["handed_over"] += received
         if self._inter_token_s is not None and record.first_token_s is not None and gaps > 0:
             kept = now - record.first_token_s <= self._inter_token_s * gaps
             self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)

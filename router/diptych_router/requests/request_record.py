@@ -15,6 +15,7 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, Protocol
 
 from diptych_frontend.observability.metrics import Times
@@ -86,13 +87,12 @@ class Placement:
 class TokenTimes:
     """When tokens came: all of them if there are few, otherwise every second, fourth, ..."""
 
-    __slots__ = ("_next", "_num_marks", "_stride", "marks", "total")
+    __slots__ = ("_next", "_stride", "marks", "total")
 
     def __init__(self) -> None:
         self.marks = array("d")
         """A time, how many tokens there were then, the next time, ..."""
         self.total = 0
-        self._num_marks = 0
         self._stride = self._next = 1
 
     def came(self, num_tokens: int, now_s: float) -> None:
@@ -100,19 +100,12 @@ class TokenTimes:
         self.total += num_tokens
         if self.total < self._next:
             return
-        if self._num_marks == MOST_MARKS:
-            self._thin_out()
+        if len(self.marks) == 2 * MOST_MARKS:  # forget every second one
+            kept = zip(self.marks[::4], self.marks[1::4], strict=True)
+            self.marks = array("d", chain.from_iterable(kept))
+            self._stride *= 2
         self.marks.extend((now_s, self.total))
-        self._num_marks += 1
         self._next = self.total + self._stride
-
-    def _thin_out(self) -> None:
-        times, counts = self.marks[::4], self.marks[1::4]
-        self.marks = array("d")
-        for mark in zip(times, counts, strict=True):
-            self.marks.extend(mark)
-        self._num_marks //= 2
-        self._stride *= 2
 
 
 MOST_TEXT: Final = 1024
@@ -302,11 +295,6 @@ class RequestRecord:
             return False
         self.first_token_s = now_s
         return True
-
-    @property
-    def was_handed_over(self) -> bool:
-        """Whether the newest engine received KV from another one."""
-        return self.placement is not None and self.placement.received_tokens > 0
 
     def went_wrong(self, *, ended: bool) -> None:
         """Count an engine's failure against the revision on trial, if it is one of that. ended: the

@@ -26,7 +26,11 @@ class Targets:
 
     def order(self, now: float) -> Sequence[RouteTarget]:
         """Return all services, the one whose turn it is first, those without a weight last."""
-        chosen = self._turn()
+        for place, target in enumerate(self.all):
+            self._saved[place] += target.weight
+        richest = max(range(len(self.all)), key=self._saved.__getitem__)
+        self._saved[richest] -= sum(target.weight for target in self.all)
+        chosen = self.all[richest]
         return sorted(
             self.all,
             key=lambda each: (
@@ -39,13 +43,6 @@ class Targets:
         is_news = self._rests_until.get(target.url, 0.0) <= now
         self._rests_until[target.url] = now + REST_S
         return is_news
-
-    def _turn(self) -> RouteTarget:
-        for place, target in enumerate(self.all):
-            self._saved[place] += target.weight
-        richest = max(range(len(self.all)), key=self._saved.__getitem__)
-        self._saved[richest] -= sum(target.weight for target in self.all)
-        return self.all[richest]
 
 
 def by_name(models: Sequence[RouteModel]) -> Mapping[str, Targets]:

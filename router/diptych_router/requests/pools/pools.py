@@ -147,9 +147,9 @@ class Pools:
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
         revisions = self.serving.revisions
-        if not link.open_to_work or (revisions and link.revision not in revisions):
+        if not link.open_to_work or link.speaks_otherwise:
             return False
-        if link.speaks_otherwise:
+        if revisions and link.revision not in revisions:
             return False
         return self._config.verify != "Required" or self._trusted(link)
 
