@@ -1,7 +1,6 @@
-"""All that a router knows of both pools, and the decisions that follow from it.
+"""All that a router knows of both pools, and the decisions that follow from it. No I/O.
 
-`Pools` keeps it up to date from its connections to the engines, and the simulator from its pods. It
-performs no I/O.
+`Pools` keeps it up to date from its connections to the engines, and the simulator from its pods.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ FETCH: Final = "fetch_s"
 """A term of policies that know when an engine should fetch the missing part of a prefix from the
 engine that has most of it; above 0 where it should."""
 READ: Final = "read_s"
-"""A term of policies that know what disks cost; above 0 where an engine should read what it has of
-the prompt on disk."""
+"""The same of what disks cost; above 0 where an engine should read what it has on disk."""
 TRANSFER: Final = "transfer_s"
 """A term of policies that know how long a hand-off takes with an average sender. For a pair it
 becomes the time of this pair."""
@@ -218,8 +217,7 @@ class Priced:
         return read is not None and not read[at] and self.stored(at) > 0
 
     def to_compute(self, at: int, fetched: int) -> float:
-        """Return how many tokens it would neither have, read nor fetch: at least the prompt's
-        last."""
+        """Return how many tokens it would neither have, read nor fetch: at least the last one."""
         read = self._terms.get(READ)
         here = int(self.engines.cached[at])
         if read is not None and read[at]:

@@ -23,8 +23,7 @@ WORTH: Final = 0.8
 """A turn leaves at most this part of the larger strain. So a turn back pays only if demand changes
 by more than (1 - WORTH²) / (1 + WORTH²) = 0.22 of itself."""
 PAUSE_S: Final = 0.5
-"""How long a strain lasts before an engine turns, and from one turn to the next: reports come later
-than what they tell of."""
+"""How long a strain lasts before an engine turns, and from turn to turn: reports come late."""
 REST_S: Final = 5.0
 """From a turn to one in the other direction."""
 ANSWER_S: Final = 2.0

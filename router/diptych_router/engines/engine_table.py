@@ -251,9 +251,8 @@ class _Unheard(NamedTuple):
 class LoadedAdapters:
     """Which adapters an engine has loaded: by its reports, and by what was just sent to it.
 
-    An engine loads an adapter when its first request is scheduled. Until the engine reports it, an
-    engine that got a request with the adapter counts as having it, so that a burst of such requests
-    stays together.
+    An engine loads an adapter when its first request is scheduled. Until it reports that, it counts
+    as having what such a request was sent for, so that a burst of them stays together.
     """
 
     def __init__(self) -> None:

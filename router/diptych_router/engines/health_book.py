@@ -1,7 +1,4 @@
-"""Which engines fail too often or have no room, and whom that excludes from a router's choice.
-
-The caller passes the time.
-"""
+"""Which engines fail too often or have no room, and whom that excludes. The caller passes the time."""
 
 from __future__ import annotations
 
@@ -175,9 +172,8 @@ class ClosedWays:
 
 MOST_OUT: Final = 0.5
 """At most this share of a pool is excluded, the worst of it. If more fail, excluding them would
-overload the rest, and what fails everywhere is hardly the engines' fault. After Envoy's panic
-threshold, which has the same default ("Panic threshold" in Envoy's documentation of load
-balancing)."""
+overload the rest, and what fails everywhere is hardly the engines' fault. As "Panic threshold" in
+Envoy's documentation of load balancing, with the same default."""
 
 
 def left_out(pool: Mapping[str, Breaker]) -> list[str]:

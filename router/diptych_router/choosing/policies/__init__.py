@@ -1,8 +1,7 @@
 """The policies, one file each: what every engine costs a request.
 
 A file here that defines `POLICY` is a policy, and nothing else lists them. A router takes the one
-that its setting `policy` names; `python -m benchmarks.simulate run --policy NAME` simulates a fleet
-with any.
+that its setting `policy` names; `python -m benchmarks.simulate run --policy NAME` simulates any.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ PULSE: Final = b": \n\n"
 
 
 class Watchers:
-    """The open streams of this process."""
+    """The open streams of this process. It is their ASGI endpoint."""
 
     def __init__(self, look: Callable[[], Panels], leaving: Callable[[], bool]) -> None:
         """look: returns the present state of both pools. leaving: whether the router is about to
@@ -57,6 +57,21 @@ class Watchers:
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        async with self.watching(exchange.client) as events:
+            exchange.is_event_stream = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async with UntilDisconnect(receive, exchange), aclosing(events):
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     @contextlib.asynccontextmanager
     async def watching(self, client: str) -> AsyncIterator[AsyncGenerator[bytes]]:
@@ -162,7 +177,7 @@ class Page:
 
     def routes(self) -> list[BaseRoute]:
         """The routes. All but files need a key, if the API does."""
-        events = Route(EVENTS_PATH, _Events(self.watchers))
+        events = Route(EVENTS_PATH, self.watchers)
         events.methods = {"GET"}  # without HEAD: a stream would be sent to nobody
         return [
             *(Route(path, self._assets.answer) for path in self._assets.by_path),
@@ -213,25 +228,3 @@ class Page:
         """What is remembered of the caller under the path's id. Raises `InvalidRequestError`."""
         tenant = exchange_of(request.scope).tenant
         return self._explained(request.path_params["request_id"], tenant)
-
-
-class _Events:
-    """The stream of what changes in both pools."""
-
-    def __init__(self, watchers: Watchers) -> None:
-        self._watchers = watchers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
-        async with self._watchers.watching(exchange.client) as events:
-            exchange.is_event_stream = True
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-store"),
-                (b"x-accel-buffering", b"no"),
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async with UntilDisconnect(receive, exchange), aclosing(events):
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
