@@ -1,4 +1,4 @@
-"""Which engines fail too often or have no room, and whom that excludes. The caller passes the time."""
+"""Which engines fail too often or have no room, and whom that excludes. Others pass the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from diptych_protocol import SchedulerStats
@@ -193,6 +193,7 @@ class _Refusal(NamedTuple):
     until: float
 
 
+@dataclass(eq=False, slots=True)
 class FullEngines:
     """The engines, by their keys, that had no room a moment ago.
 
@@ -201,11 +202,10 @@ class FullEngines:
     choice: if no other engine has room, a full one is tried all the same.
     """
 
-    def __init__(self, stats_of: Callable[[str], SchedulerStats | None]) -> None:
-        """`stats_of`: returns an engine's last report; None if nobody answers there."""
-        self._stats_of = stats_of
-        self.refusals: dict[str, _Refusal] = {}
-        """The newest refusal of each; old ones are dropped by `now`."""
+    _stats_of: Callable[[str], SchedulerStats | None]
+    """Returns an engine's last report; None if nobody answers there."""
+    refusals: dict[str, _Refusal] = field(default_factory=dict)
+    """The newest refusal of each; old ones are dropped by `now`."""
 
     def refused(self, key: str, now: float) -> None:
         self.refusals[key] = _Refusal(self._stats_of(key), now + REMEMBERED_S)

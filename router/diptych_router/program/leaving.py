@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.datastructures import MutableHeaders
@@ -19,6 +20,7 @@ class Leaver(Protocol):
     """It is about to end, so it is not ready."""
 
 
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """The app of a router or a route. `drain` is what its server does first when it is told to end.
 
@@ -28,12 +30,11 @@ class Leaving:
     time. No request fails.
     """
 
-    def __init__(
-        self, app: ASGIApp, client: Leaver, linger_s: float, batches: BatchService | None = None
-    ) -> None:
-        """batches: stopped at once, because no user waits for their requests."""
-        self._app, self._client = app, client
-        self._linger_s, self._batches = linger_s, batches
+    _app: ASGIApp
+    _client: Leaver
+    _linger_s: float
+    _batches: BatchService | None = None
+    """Stopped at once, because no user waits for their requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def send_last(message: Message) -> Awaitable[None]:

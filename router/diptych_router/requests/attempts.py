@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -50,30 +50,19 @@ BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", "adapter_s
 """Terms of a decision that delay a request's first token."""
 
 
+@dataclass(eq=False, slots=True)
 class Attempts:
-    """Accepts each request, places it with engines, and removes it when it is over."""
+    """Accepts each request, places it with engines, and removes it when it is over: from
+    `_requests`, which has all by their own ids, `_held` and `_placements`. See `RequestTable`."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        requests: dict[str, RoutedRequest],
-        held: HeldRequests,
-        placements: Placements,
-        *,
-        promises: Promises,
-        random_bits: Callable[[int], int],
-        first_token_s: float,
-    ) -> None:
-        """`requests`: all open requests, by their own ids. A request that ends is removed from
-        them, from `held` and from `placements`. The other arguments: see `RequestTable`."""
-        self._fleet = fleet
-        self._requests = requests
-        self._held = held
-        self._placements = placements
-        self._records = placements.records
-        self._promises = promises
-        self._random_bits, self._first_token_s = random_bits, first_token_s
-        self.ways = ClosedWays()
+    _fleet: Fleet
+    _requests: dict[str, RoutedRequest]
+    _held: HeldRequests
+    _placements: Placements
+    _promises: Promises
+    _random_bits: Callable[[int], int]
+    _first_token_s: float
+    ways: ClosedWays = field(default_factory=ClosedWays)
 
     # --- the beginning ------------------------------------------------------------------------
 
@@ -173,7 +162,7 @@ class Attempts:
         log.log(level, "request %s: %s", routed.request_id, facts)
         if source is not None:
             facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
-        self._records.chose(routed.record, decision, facts, view.output_tokens, now)
+        self._placements.records.chose(routed.record, decision, facts, view.output_tokens, now)
         if prefill is decode:
             self._placements.place(routed, decode, Stage.DECODE, now)
             return [Add(decode.key, routed.aggregated_request(source))]
@@ -305,7 +294,7 @@ class Attempts:
         self._held.release(routed.request_id)
         self._placements.leave(routed)
         self._placements.accounts.close(routed.account)
-        self._records.ended(routed.record, outcome, now, error, error_type)
+        self._placements.records.ended(routed.record, outcome, now, error, error_type)
         return _let_go(routed)
 
 

@@ -107,15 +107,8 @@ class RequestTable:
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self.placed: Mapping[str, RoutedRequest] = self._placements.by_core_id
         """The placements that an engine has, or will get, by the ids for engines."""
-        self._attempts = Attempts(
-            fleet,
-            self.requests,
-            self.held,
-            self._placements,
-            promises=promises,
-            random_bits=random_bits,
-            first_token_s=first_token_s,
-        )
+        own = (self.requests, self.held, self._placements)
+        self._attempts = Attempts(fleet, *own, promises, random_bits, first_token_s)
         self._ways = self._attempts.ways
         self._turns: list[_Turn] = []
         self.has_turns = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -38,15 +39,15 @@ NameOf = Callable[[str], str]
 """A function from an engine's key to its name."""
 
 
+@dataclass(frozen=True, slots=True)
 class Explanations:
     """Answers questions about the newest requests of one router."""
 
-    def __init__(
-        self, records: Records, name_of: NameOf, *, policy: str, disaggregate: str
-    ) -> None:
-        """policy, disaggregate: the settings that govern the choices."""
-        self.policy, self.disaggregate = policy, disaggregate
-        self._records, self._name_of = records, name_of
+    _records: Records
+    _name_of: NameOf
+    policy: str
+    disaggregate: str
+    """The settings that govern the choices."""
 
     def explanation(self, request_id: str, tenant: str | None = None) -> Explanation:
         """Return what is recorded under an id, the newest first. The id is the client's, with or

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -198,29 +199,24 @@ log = logging.getLogger(__name__)
 MAX_REPORTS = 64
 
 
+@dataclass(eq=False, slots=True)
 class HealthWatch:
     """Runs the trials of new engines, and leaves out those at which too many requests fail."""
 
-    def __init__(
-        self,
-        links: Mapping[str, EngineLink],
-        usable: Callable[[EngineLink], bool],
-        *,
-        release: Release,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-        on_change: Callable[[], None],
-        verifies: bool,
-    ) -> None:
-        """links: the present engines by their keys. usable: whether an engine may get requests,
-        apart from its health. spawn: runs a coroutine in the background. on_change: called when a
-        trial has ended, and when an engine may be well again. verifies: there are trials of new
-        engines; otherwise those that fail get no partner either (see `probe`)."""
-        self._links, self._usable = links, usable
-        self._release, self._spawn, self._on_change = release, spawn, on_change
-        self._verifies = verifies
-        self._trials = TrialBook()
-        self.reports: dict[tuple[str, str], CanaryReport] = {}
-        """The newest of the trials of each pair (prefill, decode), newest last."""
+    _links: Mapping[str, EngineLink]
+    """The present engines by their keys."""
+    _usable: Callable[[EngineLink], bool]
+    """Whether an engine may get requests, apart from its health."""
+    _release: Release
+    _spawn: Callable[[Coroutine[Any, Any, None]], None]
+    """Runs a coroutine in the background."""
+    _on_change: Callable[[], None]
+    """Called when a trial has ended, and when an engine may be well again."""
+    _verifies: bool
+    """There are trials of new engines; else those that fail get no partner either: see `probe`."""
+    _trials: TrialBook = field(default_factory=TrialBook)
+    reports: dict[tuple[str, str], CanaryReport] = field(default_factory=dict)
+    """The newest of the trials of each pair (prefill, decode), newest last."""
 
     def verified(self, link: EngineLink) -> bool:
         """Whether a trial went through this engine since it started."""

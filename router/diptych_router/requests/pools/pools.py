@@ -90,13 +90,9 @@ class Pools:
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
+        verifies = config.verify != "Off"
         self.health = HealthWatch(
-            self.links,
-            self.usable,
-            release=self.release,
-            spawn=self.spawn,
-            on_change=self._changed,
-            verifies=config.verify != "Off",
+            self.links, self.usable, self.release, self.spawn, self._changed, verifies
         )
         self.canaries, self.verified = self.health.reports, self.health.verified
         self.went_badly = self.health.went_badly
