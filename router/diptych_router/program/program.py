@@ -7,11 +7,10 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
 
 from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.batch_run import Manners
@@ -23,6 +22,7 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.observability.tracing import start_sender
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.mounted import follow
+from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.openai.tls import Certificate
 from diptych_frontend.quotas.books import Books
 from diptych_frontend.quotas.quotas import Quotas
@@ -31,8 +31,11 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.engines.discovery import parse_targets
+from diptych_router.program.arguments import read_config
 from diptych_router.program.leaving import Leaving, openness
+from diptych_router.program.picker_process import bracketed, picking
 from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.admin_port import admin_app
 from diptych_router.telling.explanations import Explanations
 from diptych_router.telling.metrics import RouterMetrics
 from diptych_router.telling.page.control import read_control
@@ -49,24 +52,12 @@ COLLECT_AFTER = 20_000
 Each open request has a few hundred."""
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The server, once it has begun to look for engines."""
-
-    client: PoolClient
-    explanations: Explanations
-    metrics: ServerMetrics
-    leaving: Leaving
-    """The app, and how it drains."""
-    api_keys: ApiKeys | None
-    """None if everybody may use the API."""
-    certificate: Certificate | None
-    """None for plain HTTP."""
-
-
-@asynccontextmanager
-async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterator[Program]:
-    """Start everything but the listening sockets; the end of the block ends it."""
+async def run(args: argparse.Namespace) -> None:
+    """Serve until SIGTERM."""
+    config = read_config(args)
+    listener, admin_listener = listen(args.host, args.port), None
+    if args.admin_port is not None:
+        admin_listener = listen(args.admin_host or args.host, args.admin_port)
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
     certificate = Certificate(args.tls) if args.tls is not None else None
     log.info("%s", openness(args.host, keys, certificate))
@@ -77,6 +68,52 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     explanations = Explanations(
         client.table.records, client.name_of, policy=config.policy, disaggregate=config.disaggregate
     )
+    batches = _batches(config, args, client, metrics, keys)
+    quotas = _quotas(args, client, metrics, keys)
+    app = _app(config, client, explanations, metrics, keys, batches, quotas)
+    leaving = Leaving(app, client, args.linger_seconds, batches)
+    sites = [Site(leaving, listener, certificate.context if certificate is not None else None)]
+    if admin_listener is not None:
+        admin = admin_app(client, explanations, args.keys, keys, certificate)
+        sites.append(Site(admin, admin_listener))
+    if client.pools.refused_settings:
+        log.error("%s", client.why_not_ready())
+    client.start()
+    # Requests leave no cycles, so the collector would mostly look in vain, at what is here for good
+    # above all: tokenizer, templates, modules.
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
+    followed = [held for held in (keys, certificate, quotas) if held is not None]
+    following = asyncio.create_task(follow(*followed))
+    own = f"{bracketed(args.advertise_host or args.host)}:{args.port}"
+    try:
+        async with picking(client, own, args.host, args.picker_port):
+            await serve_sites(
+                *sites,
+                drain=leaving.drain,
+                drain_timeout_s=args.linger_seconds + config.drain_seconds,
+                on_lag=metrics.loop_lag.observe,
+            )
+    finally:
+        following.cancel()
+        if batches is not None:
+            await batches.close()
+        client.shutdown()
+        if quotas is not None:
+            await quotas.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+def _app(
+    config: RouterConfig,
+    client: PoolClient,
+    explanations: Explanations,
+    metrics: ServerMetrics,
+    keys: ApiKeys | None,
+    batches: BatchService | None,
+    quotas: Quotas | None,
+) -> ASGIApp:
     page = None
     if config.ui:
         page = Page(
@@ -87,9 +124,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
             leaving=lambda: client.leaving,
             control=read_control(),
         )
-    batches = _batches(config, args, client, metrics, keys)
-    quotas = _quotas(args, client, metrics, keys)
-    app = build_app(
+    return build_app(
         client,
         metrics=metrics,
         sampling=config.sampling,
@@ -101,27 +136,6 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
         browsers=BrowserRules(frozenset(config.allowed_hosts), frozenset(config.allowed_origins)),
         quotas=quotas,
     )
-    leaving = Leaving(app, client, args.linger_seconds, batches)
-    if client.pools.refused_settings:
-        log.error("%s", client.why_not_ready())
-    client.start()
-    # Requests leave no cycles, so the collector would mostly look in vain, at what is here for good
-    # above all: tokenizer, templates, modules.
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
-    followed = [held for held in (keys, certificate, quotas) if held is not None]
-    following = asyncio.create_task(follow(*followed))
-    try:
-        yield Program(client, explanations, metrics, leaving, keys, certificate)
-    finally:
-        following.cancel()
-        if batches is not None:
-            await batches.close()
-        client.shutdown()
-        if quotas is not None:
-            await quotas.close()
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
 
 
 def _batches(
