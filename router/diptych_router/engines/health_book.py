@@ -1,4 +1,4 @@
-"""Which engines fail too often or have no room, and whom that excludes. Others pass the time."""
+"""Which engines fail or have no room, and whom that excludes. The caller passes the time."""
 
 from __future__ import annotations
 
