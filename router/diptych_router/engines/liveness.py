@@ -76,10 +76,6 @@ class Liveness(Pulse):
             return "works again"
         return f"has made no step for {SILENT_S:g} s" if stuck else "missed a heartbeat"
 
-    def missed_s(self, now: float) -> float:
-        """Return for how long a heartbeat has been overdue; 0 if none is."""
-        return 0.0 if self._missed_at is None else now - self._missed_at
-
     def hangs(self, now: float) -> bool:
         """Whether it hangs, so that it keeps no request that another engine can take."""
-        return self.overdue and self.missed_s(now) >= HANGS_S
+        return self.overdue and self._missed_at is not None and now - self._missed_at >= HANGS_S

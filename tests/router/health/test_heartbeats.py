@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_protocol.wire import Heartbeat
-from diptych_router.engines.liveness import GRACE_S, MOST_PROMISED_S, Liveness
+from diptych_router.engines.liveness import GRACE_S, HANGS_S, MOST_PROMISED_S, Liveness
 
 
 def follow(beats: dict[float, Heartbeat], until: float, asleep: range = range(0)) -> Liveness:
@@ -33,7 +33,7 @@ def test_silence_is_found_within_two_seconds_of_the_missed_heartbeat() -> None:
     assert not follow(beats, 10.9).overdue
     late = follow(beats, 10.0 + 1.0 + GRACE_S)
     assert late.overdue
-    assert late.missed_s(12.5) == 1.5
+    assert (late.hangs(10.9 + HANGS_S), late.hangs(11.0 + HANGS_S)) == (False, True)
     assert GRACE_S < 2.0
 
 
@@ -47,7 +47,7 @@ def test_an_engine_that_speaks_again_is_not_silent() -> None:
     beats = {1.0: Heartbeat(1.0), 20.0: Heartbeat(1.0)}
     assert follow(beats, 19.9).overdue
     again = follow(beats, 20.0)
-    assert (again.overdue, again.missed_s(20.0)) == (False, 0.0)
+    assert (again.overdue, again.hangs(20.0 + HANGS_S)) == (False, False)
 
 
 def test_a_router_that_stood_still_reads_before_it_judges() -> None:
