@@ -123,7 +123,7 @@ async def serve(
     listener = listen(args.host, args.port)
     api_listener = listen(args.host, args.api_port) if args.api_port is not None else None
     admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
-    engine = await AsyncLLM.start(
+    engine = AsyncLLM(
         config,
         core=core,
         public_endpoint=public,
@@ -140,6 +140,11 @@ async def serve(
         admin = AdminRoutes(engine, config.drain_seconds)
         routes = [*admin.routes(), *ControlRoutes(engine).routes(), *WeightRoutes(engine).routes()]
         sites.append(Site(build_admin_app(args.keys, routes), admin_listener))
+    try:
+        await engine.ready()  # last, because the core loads while the sites are built
+    except BaseException:
+        engine.shutdown()
+        raise
 
     async def drain() -> None:
         standby.close()
