@@ -84,6 +84,11 @@ def metadata_of(spm: sentencepiece.SentencePieceProcessor, **changes: Any) -> di
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
+def test_a_file_tells_the_same_vocabulary_as_what_is_built_of_it() -> None:
+    told = built(trained(prefix=True))
+    assert told.vocabulary == Tokenizer(told.backend).vocabulary
+
+
 def built(spm: sentencepiece.SentencePieceProcessor, **changes: Any) -> Tokenizer:
     tokenizer = tokenizer_from_gguf(metadata_of(spm, **changes))
     assert tokenizer is not None

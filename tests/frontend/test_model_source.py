@@ -17,7 +17,7 @@ from waits import PATIENCE_S
 
 from diptych_frontend.model_files import model_source as model_source_module
 from diptych_frontend.model_files.families import FAMILIES
-from diptych_frontend.model_files.gguf_header import GGUFHeader
+from diptych_frontend.model_files.gguf_header import GGUFHeader, read_header
 from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import (
     LLAMA_CPP,
@@ -438,6 +438,33 @@ def test_a_start_parses_a_vocabulary_once_unless_the_file_changes(
     os.utime(source.path, ns=(1, 1))
     source.tensors()
     assert parsed == [source.path]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_tokenizer_is_loaded_from_the_header_that_was_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, weights: bool
+) -> None:
+    sources = [
+        resolve_model(
+            str(gguf_model(tmp_path / f"{place}.gguf").path), weights=weights, vocabulary=True
+        )
+        for place in range(2)
+    ]
+    kept, changed = sources
+    assert changed.path is not None
+    os.utime(changed.path, ns=(1, 1))
+    parsed: list[Path] = []
+
+    def parse(path: Path) -> GGUFHeader:
+        parsed.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr(model_source_module, "read_header", parse)
+    for source in sources:
+        load_tokenizer(source)
+    assert parsed == [changed.path]
+    load_tokenizer(kept)  # it is not kept twice: a vocabulary is large
+    assert parsed == [changed.path, kept.path]
 
 
 def test_only_a_gguf_model_has_a_tensor_table() -> None:

@@ -50,6 +50,18 @@ def test_vocabularies_are_told_apart_by_what_each_id_stands_for() -> None:
     assert len({made("a", "b", "c"), made("a", "c", "b"), made("a", "b")}) == 3
 
 
+@pytest.mark.parametrize("words", [(), ("a",)], ids=["each once", "one twice"])
+def test_a_file_tells_the_same_vocabulary_as_what_is_built_of_it(
+    model_source: ModelSource, words: tuple[str, ...]
+) -> None:
+    assert model_source.path is not None
+    metadata = dict(read_header(model_source.path).metadata)
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *words]
+    told = tokenizer_from_gguf(metadata)
+    assert told is not None
+    assert told.vocabulary == Tokenizer(told.backend).vocabulary
+
+
 @pytest.fixture(scope="module")
 def naive(model_source: ModelSource) -> NaiveBPE:
     assert model_source.path is not None

@@ -180,7 +180,7 @@ def build_core(
     cannot work.
     """
     config.check()
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, vocabulary=True)
     model = source.config
     keep_freed_memory()  # before there are threads
     if config.kv_transfer is not None:

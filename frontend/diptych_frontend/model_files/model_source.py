@@ -90,6 +90,13 @@ class ModelSource:
     """`gguf`, or how config.json says that matrices are quantised; empty: they are not."""
     headers: list[GGUFHeader] = field(default_factory=list, compare=False, repr=False)
     """GGUF files as they were found, without metadata: a vocabulary is large."""
+    whole: list[GGUFHeader] = field(default_factory=list, compare=False, repr=False)
+    """The first of them with its metadata, until `metadata` is asked for it."""
+
+    def metadata(self, path: Path) -> Mapping[str, Any]:
+        """Return the GGUF file's metadata, which is at `path`. The vocabulary is not kept here."""
+        known = self.whole.pop() if self.whole else None
+        return (known if known is not None and known.is_current else read_header(path)).metadata
 
     def tensors(self) -> dict[str, GGUFTensor]:
         """Return each tensor's position in the GGUF file. Raises `ValueError` for others."""
@@ -104,7 +111,7 @@ class ModelSource:
             }
 
 
-def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
+def resolve_model(uri: str, *, weights: bool = True, vocabulary: bool = False) -> ModelSource:
     """Find the model and read its configuration, but not its weights or vocabulary.
 
     `package://PKG/FILE` is a file inside an installed Python package (which is not imported),
@@ -112,7 +119,8 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
     `dummy://?hidden_size=64` a model of random weights. Models from elsewhere are fetched
     (`diptych_frontend.model_files.fetch`) or mounted first.
 
-    Without `weights` a directory need not contain any: a router reads the tokenizer only.
+    Without `weights` a directory need not contain any: a router reads the tokenizer only. With
+    `vocabulary`, `load_tokenizer` need not read it again.
 
     Raises:
         InvalidRequestError: no such model, or not a supported one; the message names a remedy.
@@ -139,7 +147,8 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         config = config_from_gguf(metadata, set(tensors), vectors)
         sampling = sampling_from_gguf(metadata, family_of(config.architecture))
         kept = [replace(header, metadata={}) for header in headers if weights]
-        return ModelSource(uri, "gguf", path, config, sampling, "gguf", kept)
+        whole = headers[:1] if vocabulary else []
+        return ModelSource(uri, "gguf", path, config, sampling, "gguf", kept, whole)
 
 
 def _split(uri: str) -> SplitResult:

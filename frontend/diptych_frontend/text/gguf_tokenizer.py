@@ -11,7 +11,7 @@ import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.text.tokenizer import Tokenizer, vocabulary_of
 from diptych_protocol import InvalidRequestError
 
 T = TypeVar("T")
@@ -134,13 +134,17 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
     ends = dict.fromkeys(
         token for token in (keys.ggml__eos_token_id, keys.ggml__eot_token_id) if token is not None
     )
-    return Tokenizer(
+    tokenizer = Tokenizer(
         _with_special_tokens(build(keys), keys),
         eos_token_ids=tuple(ends),
         bos_token=keys.text_of(keys.ggml__bos_token_id),
         eos_token=keys.text_of(keys.ggml__eos_token_id),
         chat_template=keys.chat_template,
     )
+    tokens = keys.ggml__tokens
+    if len(set(tokens)) == len(tokens):  # the backend would need ten times as long to tell
+        tokenizer.vocabulary = vocabulary_of(len(tokens) - 1, tokens)
+    return tokenizer
 
 
 def _byte_level_bpe(keys: GGUFTokenizer) -> Backend:

@@ -100,7 +100,7 @@ class InputProcessor:
         `InvalidRequestError` for a configuration or a model that cannot work.
         """
         config.check()
-        source = resolve_model(config.model)
+        source = resolve_model(config.model, vocabulary=True)
         model = source.config
         skips_tokenizer = config.skip_tokenizer_init or not reads_texts
         model_limit = model.max_position_embeddings

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_source import ModelSource, readable
 from diptych_frontend.text.gguf_tokenizer import tokenizer_from_gguf, unusable_tokenizer
 from diptych_frontend.text.tokenizer import Tokenizer
@@ -20,7 +19,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer | None:
         return None
     with readable(source.path):
         if source.format == "gguf":
-            return tokenizer_from_gguf(read_header(source.path).metadata)
+            return tokenizer_from_gguf(source.metadata(source.path))
         return tokenizer_from_hf(source.path, source.config.eos_token_ids)
 
 

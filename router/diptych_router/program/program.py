@@ -191,7 +191,7 @@ def _build_pool_client(
     config: RouterConfig, args: argparse.Namespace, tracer: RouterTracer | None
 ) -> PoolClient:
     """The client of both pools. Needs a running event loop."""
-    source = resolve_model(config.model, weights=False)
+    source = resolve_model(config.model, weights=False, vocabulary=True)
     renderer = TextRenderer(source)
     inputs = InputProcessor(
         renderer,
