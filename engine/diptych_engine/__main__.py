@@ -18,8 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from diptych_frontend.core_client.launcher import CoreProcess
-from diptych_frontend.program import run_program
+from diptych_engine.execution.lean_torch import link_torch, start_lean
+from diptych_frontend.core_client.launcher import CORE, CoreProcess
+from diptych_frontend.program import PROGRAMS, run_program
 from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferConfig
 from diptych_protocol.command_line import config_in
 
@@ -38,6 +39,15 @@ def pod_config(args: argparse.Namespace) -> EngineConfig:
         )
         config = msgspec.structs.replace(config, kv_transfer=transfer)
     return config
+
+
+def run_core() -> None:
+    """Be the core, in a fork of this process, which has imported a part of what it needs."""
+    start_lean()
+    link_torch()
+    from diptych_engine.serving.core_process import main as core
+
+    core()
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -76,6 +86,7 @@ def main() -> None:
     parser.add_argument("--zone", help="name of the node's zone; empty: not known")
     parser.add_argument("--keys", type=Path, help="directory with the service's keys and token")
     args = parser.parse_args()
+    PROGRAMS.setdefault(CORE, run_core)
     run_program(args.engine_id or "engine", run(args))
 
 

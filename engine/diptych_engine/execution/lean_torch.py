@@ -8,14 +8,18 @@ exports or quantises models, and what draws from distributions.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
+from importlib.util import find_spec, spec_from_loader
+from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any, Final
 
@@ -27,17 +31,25 @@ LATER: Final = (
     "torch.nn.quantized", "torch.quantization", "torch.export", DESCRIPTIONS,
 )  # fmt: skip
 """In torch's order."""
+LIBRARY: Final = "lib/libtorch_cpu.so"
+WITH_CUDA: Final = "lib/libtorch_cuda.so"
+LINKED_BEFORE: Final = ("llguidance", "mmap", "numpy", "queue", "resource", "tokenizers")
+"""Whatever else a core imports before torch that has a library: the linker serves one at a time."""
 COMPILERS: Final = ("torch._dynamo", "torch._inductor")
 
 
 class _Later(MetaPathFinder, Loader):
     """Finds almost empty modules in the places of `LATER`, until somebody needs one."""
 
+    linking: Thread | None = None
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in COMPILERS:
             whole_torch()
+        elif fullname == "torch" and self.linking is not None:
+            self.linking.join()
         return spec_from_loader(fullname, self) if fullname in LATER else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -64,6 +76,23 @@ def start_lean() -> None:
     gc.disable()
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Later())
+
+
+def link_torch() -> None:
+    """After `start_lean`: begin to link torch's largest library in a thread, which needs 0.2 s and
+    no interpreter. The first import of torch ends the thread, so do other imports before."""
+    finder = next((each for each in sys.meta_path if isinstance(each, _Later)), None)
+    if finder is None or finder.linking is not None or "torch" in sys.modules:
+        return
+    found = find_spec("torch")
+    for folder in map(Path, (found and found.submodule_search_locations) or ()):
+        # Torch for a GPU has an order of libraries of its own.
+        if (folder / LIBRARY).exists() and not (folder / WITH_CUDA).exists():
+            for name in LINKED_BEFORE:
+                importlib.import_module(name)
+            arguments = os.fsencode(folder / LIBRARY), os.RTLD_LAZY
+            finder.linking = Thread(target=ctypes.CDLL(None).dlopen, args=arguments)
+            finder.linking.start()
 
 
 def whole_torch() -> None:

@@ -21,10 +21,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from diptych_engine.execution.lean_torch import start_lean
+from diptych_engine.execution.lean_torch import link_torch, start_lean
 
 if __name__ == "__main__":
     start_lean()  # before the first import of torch
+    link_torch()
 
 from diptych_engine.control.core import EngineCore
 from diptych_engine.parallel.group import LockstepGroup

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine_kit.wire import Client, start
-from waits import PATIENCE_S
+from free_ports import free_port
+from waits import PATIENCE_S, wait_until
+
+from diptych_protocol import EngineConfig
 
 LATE = {
     *("PIL", "grpc", "httpx", "kubernetes", "numba", "opentelemetry", "scipy", "starlette"),
@@ -35,6 +39,47 @@ def test_what_a_core_has_imported_by_its_first_token(
     imported = set(re.findall(r"^import time: .*\| +(\S+)$", lines, re.MULTILINE))
     assert "torch.functional" in imported
     assert not LATE & imported
+
+
+def test_a_core_imports_nothing_that_its_front_end_has_imported_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    config, log = tmp_path / "engine.json", tmp_path / "log"
+    config.write_bytes(msgspec.json.encode(EngineConfig(model="dummy://?num_hidden_layers=1")))
+    command = [sys.executable, "-m", "diptych_engine", "--config", str(config), "--port"]
+    with log.open("wb") as output:
+        pod = subprocess.Popen([*command, str(free_port())], stderr=output)
+    wait_until(lambda: b"the engine core is ready" in log.read_bytes())
+    pod.terminate()
+    assert pod.wait(PATIENCE_S) == 0
+    imported = re.findall(r"^import time: .*\| +(\S+)$", log.read_text(), re.MULTILINE)
+    for name in ("msgspec", "zmq", "diptych_protocol.wire", "torch.functional"):
+        assert imported.count(name) == 1, name
+
+
+LINKED = """
+import sys
+from importlib.machinery import ExtensionFileLoader as Loader
+from pathlib import Path
+import diptych_engine.__main__
+from diptych_engine.execution.lean_torch import link_torch, start_lean
+start_lean()
+link_torch()
+made, make = [], Loader.create_module
+Loader.create_module = lambda self, spec: made.append(spec.name) or make(self, spec)
+import diptych_engine.serving.core_process
+assert "libtorch_cpu" in Path("/proc/self/maps").read_text()
+print(*made[:made.index("torch._C")])
+"""
+
+
+def test_nothing_waits_for_the_linker_while_it_links_torch() -> None:
+    """An import that loads a library, in front of torch's, would have to."""
+    ran = subprocess.run(
+        [sys.executable, "-c", LINKED], check=True, timeout=PATIENCE_S, stdout=subprocess.PIPE
+    )
+    assert ran.stdout.split() == []
 
 
 THEN = {
