@@ -28,7 +28,7 @@ import msgspec
 
 from diptych.laptop import leash
 from diptych.laptop.nursery import ENGINE, Start
-from diptych_engine.execution.lean_torch import start_lean
+from diptych_engine.execution.lean_torch import link_torch, start_lean
 from diptych_frontend.core_client.launcher import CORE
 from diptych_frontend.program import PROGRAMS, become
 from diptych_protocol.threads import resolve_struct_types
@@ -40,22 +40,23 @@ MAX_ORDER_BYTES: Final = 1 << 17
 
 
 def main(others: socket.socket, engines: socket.socket) -> None:
-    """Import what routers need, and fork what imports the rest."""
+    """Import what both need, and fork: one imports the rest for routers, the other for engines."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a leash
     start_lean()
     resolve_struct_types()
-    _imported(ROUTER, "diptych_router.__main__")
+    with contextlib.suppress(Exception):
+        importlib.import_module("diptych_engine.pod")
     if os.fork():
         engines.close()
+        _imported(ROUTER, "diptych_router.__main__")
         _serve(others)
         return
     others.close()
     content, rights = _order(engines)
     if content:
+        link_torch()
         for name, module in ((CORE, CORE), (ENGINE, "diptych_engine.__main__")):
             _imported(name, module)
-        with contextlib.suppress(Exception):
-            importlib.import_module("diptych_engine.pod")
         _serve(engines, content, rights)
 
 
