@@ -63,7 +63,7 @@ class ForkedCore:
 
     def __init__(self, arguments: list[str]) -> None:
         fork = multiprocessing.get_context("fork")
-        self._process = fork.Process(target=become, args=(CORE, arguments), daemon=True)
+        self._process = fork.Process(target=_be_core, args=(arguments,), daemon=True)
         self._process.start()
         self.pid = self._process.ident or 0
 
@@ -85,6 +85,11 @@ class ForkedCore:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _be_core(arguments: list[str]) -> None:
+    multiprocessing.current_process().daemon = False  # others' code may start processes there
+    become(CORE, arguments)
 
 
 @dataclass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from contextlib import closing
 from typing import Any
 
 import pytest
+from waits import PATIENCE_S
 
 from diptych_engine import pod
 from diptych_protocol import EngineConfig, EngineDeadError
@@ -43,3 +46,24 @@ async def test_the_api_is_built_while_the_core_loads(monkeypatch: pytest.MonkeyP
     with closing(pod.Standby(config, None, None)) as standby, pytest.raises(EngineDeadError):
         await pod.serve(args, config, None, None, standby)
     assert Loading.steps == ["built", "awaited", "shut down"]
+
+
+FORKED = """
+import multiprocessing, sys
+from diptych_frontend.core_client.launcher import CORE, ForkedCore
+from diptych_frontend.program import PROGRAMS
+
+def be_core():
+    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+
+PROGRAMS[CORE] = be_core
+sys.exit(ForkedCore([]).wait())
+"""
+
+
+def test_a_forked_core_may_start_processes() -> None:
+    """Those of `multiprocessing` that end with their parent may not."""
+    assert subprocess.run([sys.executable, "-c", FORKED], timeout=PATIENCE_S).returncode == 3
