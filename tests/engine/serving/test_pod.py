@@ -37,6 +37,7 @@ class Loading:
 
 async def test_the_api_is_built_while_the_core_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     Loading.steps = []
+    monkeypatch.setattr(pod, "listen", lambda *_: object())
     monkeypatch.setattr(pod, "AsyncLLM", Loading)
     monkeypatch.setattr(
         "diptych_frontend.app.build_app", lambda *_, **__: Loading.steps.append("built")
