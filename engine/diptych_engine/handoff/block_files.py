@@ -17,8 +17,9 @@ import hashlib
 import hmac
 import os
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -79,10 +80,12 @@ class BlockFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._sizes
 
-    def use(self, name: str) -> None:
-        """Record that a file was used, if it is there."""
-        if name in self._sizes:
-            self._sizes.move_to_end(name)
+    def use(self, names: Iterable[str]) -> None:
+        """Record that a prefix was used, as far as it is there. Its end is removed first, because
+        it is worth nothing without its beginning."""
+        for name in reversed([*names]):
+            if name in self._sizes:
+                self._sizes.move_to_end(name)
 
     def add(self, name: str, size: int) -> list[str]:
         """Record a whole file. Returns those to remove for it."""
@@ -107,7 +110,11 @@ class BlockFiles:
         return names
 
     def close(self) -> None:
-        """Leave the folder to the next engine."""
+        """Leave the folder, and the order of use, to the next engine."""
+        now = time.time_ns()
+        for age, name in enumerate(self._sizes, now - len(self._sizes)):
+            with contextlib.suppress(OSError):
+                os.utime(self.folder / name, ns=(age, age), follow_symlinks=False)
         os.close(self._lock)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> int:

@@ -54,6 +54,12 @@ class Late(NamedTuple):
     request_id: str
 
 
+class Used(NamedTuple):
+    """A prefix was used."""
+
+    hashes: list[bytes]
+
+
 class _Reading(NamedTuple):
     timer: Timer
     since: float
@@ -72,7 +78,8 @@ class BlockStore:
         """
         self._files, self._memory, self._scheduler = files, memory, scheduler
         self._pool, self._size = scheduler.pool, scheduler.prefixes.block_size
-        self._unsaved: deque[tuple[int, bytes]] | None = deque(maxlen=self._pool.num_blocks)
+        self._unsaved: deque[tuple[int, bytes] | list[bytes]] | None
+        self._unsaved = deque(maxlen=self._pool.num_blocks)
         """None: nothing is kept or read any more."""
         self._pool.unsaved = self._unsaved
         for block_hash in files.hashes():
@@ -89,7 +96,7 @@ class BlockStore:
         """Reads that hang. Until they end, no other begins."""
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self._readers = ThreadPoolExecutor(READERS, "kv-reader")
-        self._ended: deque[Written | Read | Late] = deque()
+        self._ended: deque[Written | Read | Late | Used] = deque()
         self._num_written = self._num_damaged = self._num_reads = self._num_read = 0
         self._seconds_reading = 0.0
         self._disk_works = True
@@ -151,8 +158,13 @@ class BlockStore:
     def save(self) -> None:
         """Begin to write blocks that the pool has come to remember."""
         batch: list[tuple[int, str]] = []
+        used: list[Used] = []
         while self._unsaved and len(self._in_writing) < self._most:
-            block, block_hash = self._unsaved.popleft()
+            newest = self._unsaved.popleft()
+            if isinstance(newest, list):
+                used.append(Used(newest))
+                continue
+            block, block_hash = newest
             name = self._files.name(block_hash)
             forgotten = self._pool.match([block_hash]) != [block]
             if forgotten or name in self._files or name in self._in_writing:
@@ -162,6 +174,8 @@ class BlockStore:
             batch.append((block, name))
         if batch:
             self._writer.submit(self._write, batch)
+        for prefix in used:  # when all of it is written
+            self._writer.submit(self._tell, prefix)
 
     def _write(self, batch: list[tuple[int, str]]) -> None:
         works = True
@@ -195,9 +209,11 @@ class BlockStore:
                     self._was_read(event)
                 case Late(request_id):
                     self._is_late(request_id)
+                case Used():
+                    self._was_used(event)
         self.save()
 
-    def _tell(self, event: Written | Read | Late) -> None:
+    def _tell(self, event: Written | Read | Late | Used) -> None:
         self._ended.append(event)
         os.eventfd_write(self.wake_fd, 1)
 
@@ -221,8 +237,7 @@ class BlockStore:
             self._num_read += event.num_whole
             self._seconds_reading += time.monotonic() - since
         self._late.discard(event.request_id)
-        for name in event.names[: event.num_whole]:
-            self._files.use(name)
+        self._files.use(event.names[: event.num_whole])
         for name in event.names[event.num_whole : event.num_whole + 1]:
             if name in self._files:
                 self._num_damaged += 1
@@ -230,6 +245,9 @@ class BlockStore:
                 self._remove([name])
         end = event.first_token + event.num_whole * self._size
         self._scheduler.load_ended(event.request_id, ok=event.num_whole > 0, num_tokens=end)
+
+    def _was_used(self, event: Used) -> None:
+        self._files.use(map(self._files.name, event.hashes))
 
     def _is_late(self, request_id: str) -> None:
         if request_id in self._reads:  # it has not ended meanwhile
@@ -269,6 +287,9 @@ class BlockStore:
             reading.timer.cancel()
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
+        for event in self._ended:
+            if isinstance(event, Used):
+                self._was_used(event)
         self._files.close()
         os.close(self.wake_fd)
 

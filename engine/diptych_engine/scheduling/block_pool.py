@@ -95,9 +95,10 @@ class BlockPool(Followed):
         """How many blocks that nobody holds are not in the queue, because they are pinned."""
         self.num_remembered = 0
         """How many of the free blocks contain a prefix that `match` would find."""
-        self.unsaved: deque[tuple[int, bytes]] | None = None
+        self.unsaved: deque[tuple[int, bytes] | list[bytes]] | None = None
         """Blocks that came to be remembered, and their hashes, for whoever keeps them elsewhere;
-        None: nobody does. Of several groups only the first one's."""
+        None: nobody does. Of several groups only the first one's. A list has the hashes of a
+        prefix that was used."""
         self.seals: Seals | None = None
         self._parts: dict[bytes, tuple[int, list[int]]] = {}
         """By the hash of a full block: the unused block that a former core has begun behind it, and

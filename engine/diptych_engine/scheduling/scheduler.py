@@ -727,6 +727,8 @@ class Scheduler:
                 told = request.tenant, request.pin_s, request.session
                 self.pool.pin(request.block_hashes, *told)
             self._free_blocks(request)
+        if self.pool.unsaved is not None:
+            self.pool.unsaved.append(request.block_hashes)
         request.become(RequestStatus.FINISHED)
         self.tenants.close(request.account)
         del self.requests[request.request_id]

@@ -338,6 +338,23 @@ def test_a_reset_removes_what_is_on_disk_and_what_comes_is_kept_again(
     engine: Engine, cache: Path, reset: Callable[[Controls], object]
 ) -> None:
     expected, _ = engine.answer()
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_of_a_prefix_that_was_used_long_ago_the_end_is_removed_first(
+    model: str, expected: list[int], cache: Path, *, begins_anew: bool
+) -> None:
+    settings = {"kv_disk_bytes": 6 * blocks_in(cache)[0].stat().st_size}
+    shutil.rmtree(cache)
+    engine = Engine(model, **settings)
+    assert engine.answer() == (expected, 0)
+    if begins_anew:
+        engine.core.close()
+        engine = Engine(model, **settings)
+    engine.answer(prompt_of(9, 4 * BLOCK), "other")
+    engine.core.scheduler.pool.forget_all()
+    assert engine.answer(name="again") == (expected, 2 * BLOCK)
+    engine.core.close()
+
+
     former = {path.stat().st_ino for path in blocks_in(cache)}
     controls = Controls(engine.core)
     done = reset(controls)
