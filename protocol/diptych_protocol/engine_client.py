@@ -83,6 +83,8 @@ class OurOptions(TypedDict, total=False):
     """For so many seconds after its end its next turn is expected: its KV is forgotten last."""
     session: str
     """See `EngineCoreRequest.session`."""
+    prefetches: bool
+    """See `EngineCoreRequest.prefetches`."""
 
 
 class PromptOptions(OurOptions, total=False):

@@ -191,6 +191,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     leaves_disk: bool = False
     """What the engine has of the prompt on disk only is not read: its router has found that to
     compute or fetch it is faster."""
+    prefetches: bool = False
+    """Nothing is wanted but that what can be read or fetched of the prompt's KV is in the engine's
+    memory. It ends without a token."""
 
     @property
     def shown_id(self) -> str:

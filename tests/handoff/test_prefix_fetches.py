@@ -125,6 +125,19 @@ def test_a_fetched_prefix_is_not_computed_and_is_remembered(pool: list[Engine]) 
     at_rest(holder, taker)
 
 
+def test_a_prefetch_fetches_and_computes_nothing(pool: list[Engine]) -> None:
+    holder, taker, *_ = pool
+    answer(holder)
+    done = Change(taker)
+    ahead = msgspec.structs.replace(fetching("q", holder, PROMPT), prefetches=True)
+    [output] = drive(taker, ahead, holder)
+    assert (output.num_cached_tokens, output.new_token_ids) == (NUM_CACHED, [])
+    assert (done.computed, done.fetches) == (0, (1, 1, 0, NUM_CACHED))
+    answer(taker)
+    assert done.computed == len(PROMPT) - NUM_CACHED, "it was here for the turn"
+    at_rest(holder, taker)
+
+
 @pytest.mark.parametrize("num_here", [4, 16, 36])
 def test_only_what_is_lacked_is_fetched(pool: list[Engine], num_here: int) -> None:
     holder, taker, _, alone = pool

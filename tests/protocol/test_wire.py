@@ -127,7 +127,7 @@ def test_contract_M03_golden_bytes() -> None:
 
 def test_contract_M03_golden_bytes_end_with_the_tenant_and_the_prefix_source() -> None:
     first, *_ = wire.encoder.encode(make_request(tenant="alice"))
-    end = "c0c0c2c0c0c2c0" + "a5616c696365" + "c0c0a0" + "00" + "a0" + "c2"
+    end = "c0c0c2c0c0c2c0" + "a5616c696365" + "c0c0a0" + "00" + "a0" + "c2c2"
     assert bytes(first).hex().endswith(end)
     source = KVTransferParams(remote_engine_id="p")
     sourced, *_ = wire.encoder.encode(make_request(prefix_source=source))
@@ -135,7 +135,7 @@ def test_contract_M03_golden_bytes_end_with_the_tenant_and_the_prefix_source() -
     assert (
         bytes(sourced)
         .hex()
-        .endswith("c0c0c2c0c0c2c0" + "a0de0001b0" + name + "a170" + "c0a000a0c2")
+        .endswith("c0c0c2c0c0c2c0" + "a0de0001b0" + name + "a170" + "c0a000a0c2c2")
     )
     assert wire.request_decoder.decode([sourced]).prefix_source == source
     assert wire.request_decoder.decode([first]).tenant == "alice"
@@ -145,17 +145,20 @@ def test_contract_M03_golden_bytes_end_with_the_tenant_and_the_prefix_source() -
 
 def test_contract_M03_golden_bytes_end_with_the_deadline_the_name_and_the_pins() -> None:
     sent = make_request(
-        tenant="alice", deadline_ms=7, kept_as="n", pin_s=5, session="s", leaves_disk=True
-    )
+        tenant="alice", deadline_ms=7, kept_as="n", pin_s=5, session="s", leaves_disk=True,
+        prefetches=True,
+    )  # fmt: skip
     first, *_ = wire.encoder.encode(sent)
-    end = "c0c0c2c0c0c2c0a5616c696365" + "c0" + "07" + "a16e" + "05" + "a173" + "c3"
+    end = "c0c0c2c0c0c2c0a5616c696365" + "c0" + "07" + "a16e" + "05" + "a173" + "c3c3"
     assert bytes(first).hex().endswith(end)
     read = wire.request_decoder.decode([first])
     assert (read.deadline_ms, read.kept_as, read.pin_s, read.session) == (7, "n", 5, "s")
     assert read.leaves_disk
+    assert read.prefetches
     older = wire.request_decoder.decode(wire.encoder.encode(make_request()))
     assert (older.deadline_ms, older.kept_as, older.pin_s, older.session) == (None, "", 0, "")
     assert not older.leaves_disk
+    assert not older.prefetches
 
 
 def test_contract_M03_golden_bytes_of_pooling_adapter_and_embeddings() -> None:

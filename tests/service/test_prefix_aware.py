@@ -216,13 +216,17 @@ async def test_a_prompt_goes_where_its_beginning_is_on_disk_and_is_read_there(
         await eventually(blank.reset_prefix_cache)
         await eventually(lambda: (known(False), known(True)) == ([0, 0], [0, stored // 16]))
         read = (await engine.refresh_stats()).disk_tokens
-        # A turn of one token, before the one that is wanted, brings what that will need.
-        ahead = await generate(router, prompts[0], max_tokens=1, pin_s=300)
+        computed = (await engine.refresh_stats()).prompt_tokens_computed
+        ahead = await generate(router, prompts[0], pin_s=300, prefetches=True)
         assert ahead.metrics["prefill"] == "on-disk"
         assert ahead.num_cached_tokens == stored
+        assert ahead.outputs[0].token_ids == []
+        assert (await engine.refresh_stats()).prompt_tokens_computed == computed
         read += stored
         assert (await engine.refresh_stats()).disk_tokens == read
-        chosen = next(iter(router.table.records)).attempts[0].decision
+        record = next(iter(router.table.records))
+        assert record.outcome == "prefetched"
+        chosen = record.attempts[0].decision
         assert chosen.terms["read_s"] > 0
         assert chosen.prefill is not None
         reader = pools.links[chosen.prefill]

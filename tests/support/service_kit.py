@@ -32,6 +32,7 @@ from diptych_protocol import (
     EngineConfig,
     EngineDeadError,
     KVTransferConfig,
+    OurOptions,
     PromptType,
     RequestOutput,
     RequestOutputKind,
@@ -228,7 +229,12 @@ def link_of(client: PoolClient, core: Core) -> EngineLink:
 
 
 async def generate(
-    client: AsyncLLM | PoolClient, prompt: PromptType, *, pin_s: int = 0, **params: object
+    client: AsyncLLM | PoolClient,
+    prompt: PromptType,
+    *,
+    pin_s: int = 0,
+    prefetches: bool = False,
+    **params: object,
 ) -> RequestOutput:
     """The final output of one request."""
     wanted = SamplingParams(
@@ -236,7 +242,8 @@ async def generate(
         **{"temperature": 0.0, "max_tokens": 16, **params},  # type: ignore[arg-type]
     )
     final = None
-    async for output in client.generate(prompt, wanted, "test", pin_s=pin_s):
+    told: OurOptions = {"pin_s": pin_s, "prefetches": prefetches}
+    async for output in client.generate(prompt, wanted, "test", **told):
         final = output
     assert final is not None
     return final

@@ -227,6 +227,13 @@ async def test_an_answer_is_streamed_to_its_client(served: Served, eventually: E
     assert served.router.heard[-1].requests_received == 1
 
 
+async def test_a_prefetch_is_not_computed(served: Served, eventually: Eventually) -> None:
+    served.router.client.add(msgspec.structs.replace(sent("r"), prefetches=True))
+    await eventually(lambda: served.router.has_ended("r"))
+    assert served.router.tokens("r") == []
+    assert served.engine.asked == []
+
+
 async def test_an_aborted_request_says_nothing_more(served: Served, eventually: Eventually) -> None:
     served.router.client.add(sent("r", max_tokens=3))
     await eventually(lambda: served.router.tokens("r") == [0])

@@ -105,6 +105,7 @@ def admit(
         pin_s=message.pin_s,
         session=message.session,
         leaves_disk=message.leaves_disk,
+        prefetches=message.prefetches and not message.resumable,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,
@@ -124,6 +125,8 @@ def admit(
             "elsewhere",
             param="prefix_source",
         )
+    if request.kv_transfer is not None:
+        request.prefetches = False  # somebody waits for more than that
     return request, _first_tokens(request, limits)
 
 
@@ -277,6 +280,19 @@ def failed(request_id: str, error: DiptychError | str) -> EngineCoreOutput:
 def aborted(request_id: str) -> EngineCoreOutput:
     """Return the output for a request that was aborted."""
     return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
+
+
+def brought(request: Request) -> EngineCoreOutput:
+    """Return the output for a prefetch that has ended."""
+    return EngineCoreOutput(
+        request.request_id,
+        [],
+        finish_reason=request.finish_reason,
+        trace_headers=request.trace_headers,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        num_received_tokens=request.num_received_tokens,
+        num_pinned_tokens=request.num_pinned_tokens,
+    )
 
 
 def _kind_of(error: DiptychError | str) -> ErrorKind:

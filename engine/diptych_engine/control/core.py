@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from diptych_engine.control.admission import aborted, admit, failed
+from diptych_engine.control.admission import aborted, admit, brought, failed
 from diptych_engine.control.image_intake import ImageIntake, MissingImageError
 from diptych_engine.control.kept_answers import KeptAnswers
 from diptych_engine.control.sleep import Residency
@@ -317,6 +317,8 @@ class EngineCore:
         if self.grammars.has_finished:
             self.take_grammars()
         plan = self.scheduler.schedule()
+        for request in plan.brought:
+            self._outputs[request.client].append(brought(request))
         self.hand_offs.start_loads()
         if not plan.scheduled and self.scheduler.has_waiting:
             self.hand_offs.withdraw_lent()

@@ -60,8 +60,8 @@ class PrefixCache:
         return self.worth_fetching(request, num_here)
 
     def will_remember(self, request: Request) -> list[bytes]:
-        """Return the hashes of the prompt's full blocks; none if another engine computes it."""
-        if not self.enabled or request.fetches:
+        """Return the hashes of the prompt's full blocks; none if it is not computed here."""
+        if not self.enabled or request.fetches or request.prefetches:
             return []
         self._extend_hashes(request)
         return request.block_hashes
@@ -130,6 +130,8 @@ class PrefixCache:
         queued = Counter[str]()
         for request in requests:
             covered = request.num_computed_tokens
+            if request.prefetches:
+                continue
             if request.fetches:
                 covered = max(covered, request.num_remote_tokens)
             elif covered == 0 and request.status in _QUEUED and self._reads_cache(request):

@@ -117,6 +117,8 @@ class Request:
     """See `EngineCoreRequest.session`."""
     leaves_disk: bool = False
     """See `EngineCoreRequest.leaves_disk`."""
+    prefetches: bool = False
+    """See `EngineCoreRequest.prefetches`."""
     trace_headers: Mapping[str, str] | None = None
     """Its caller's trace context, which its last output contains."""
     kv_transfer: KVTransferParams | None = None
@@ -279,6 +281,8 @@ class StepPlan:
     """Whether any token of the step is only guessed."""
     wager: bool = False
     """Whether it takes longer for guesses, even if none was found; see `guesses.Stakes`."""
+    brought: Sequence[Request] = ()
+    """Prefetches that have ended since the last plan."""
 
     def without_finished(self) -> StepPlan:
         """Return the plan without requests that have ended since it was made."""

@@ -204,6 +204,8 @@ class Scheduler:
     leased: LentBlocks = field(init=False)
     load_orders: list[LoadOrder] = field(default_factory=list)
     """Loads to start, which the core takes."""
+    _brought: list[Request] = field(default_factory=list)
+    """See `StepPlan.brought`."""
     gate: PauseGate = field(default_factory=PauseGate)
     """Keeps requests that arrive during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
@@ -272,10 +274,17 @@ class Scheduler:
             wager = wager or guessed > 0
         self._must_wait = guessed > 0 and self.lost_rows > 0
         removed, self._removed = self._removed, []
+        brought, self._brought = self._brought, []
         images = None if encoder.work is None else encoder.take_work()
         num_tokens = allowed - budget + guessed
         return StepPlan(
-            scheduled, num_tokens, removed, images=images, guesses=guessed > 0, wager=wager
+            scheduled,
+            num_tokens,
+            removed,
+            images=images,
+            guesses=guessed > 0,
+            wager=wager,
+            brought=brought,
         )
 
     def _guesses(
@@ -380,6 +389,8 @@ class Scheduler:
         if not self.waiting or not tenants.several:
             return None
         request = self.waiting.peek()
+        if request.prefetches:
+            return None
         lacks_row = not request.fetches and not self._has_free_row()
         lacking = self._blocks_lacking(request)
         lacks_blocks = not self._are_free(request, lacking)
@@ -459,7 +470,8 @@ class Scheduler:
         KV, which needs none yet, or another tenant's, to which somebody gives way."""
         if not self.waiting:
             return False
-        if self.waiting.peek().fetches or len(self.running) < self.max_num_seqs:
+        first = self.waiting.peek()
+        if first.fetches or first.prefetches or len(self.running) < self.max_num_seqs:
             return True
         return self._who_gives_way() is not None
 
@@ -563,7 +575,7 @@ class Scheduler:
 
     def _may_be_short(self, request: Request, room: int) -> bool:
         """By what is known without a look at the cache."""
-        if request.fetches:
+        if request.fetches or request.prefetches:
             return True
         known = max(request.num_computed_tokens, request.expected_hit * self.block_size)
         return len(request.token_ids) - known <= room
@@ -582,6 +594,9 @@ class Scheduler:
 
         beside: enter only if that is enough for all of its prompt, and `spared` blocks are left.
         """
+        if request.prefetches:
+            self._bring(request)
+            return True
         early = self.early.pick_up(request)
         if early is not None:
             self.waiting.remove(request)
@@ -615,6 +630,23 @@ class Scheduler:
         self._start(request, start + count, beside)
         step.add(request, start, count)
         return True
+
+    def _bring(self, request: Request) -> None:
+        """Order what may be fetched for a prefetch, or end it with what is here. It takes no blocks
+        from others that have some."""
+        hit = [] if request.block_ids else self.prefixes.find(request)
+        start = request.num_computed_tokens or self.prefixes.num_tokens(hit)
+        fetches = request.fetches and self.prefixes.worth_fetching(request, start)
+        self._take_prefix(request, hit, start)
+        if fetches and self._blocks_lacking(request) <= self.pool.num_free:
+            self.waiting.remove(request)
+            self._order_load(request)
+        else:
+            self._end_prefetch(request)
+
+    def _end_prefetch(self, request: Request) -> None:
+        self._brought.append(request)
+        self.finish(request, FinishReason.LENGTH)
 
     def _find_room(self, request: Request, spared: int) -> list[int] | None:
         """The remembered blocks of a request for which there are free blocks; None: there are not
@@ -732,6 +764,15 @@ class Scheduler:
         request.become(RequestStatus.FINISHED)
         self.tenants.close(request.account)
         del self.requests[request.request_id]
+        if request.session and not request.pin_s:
+            self._end_session(request)
+
+    def _end_session(self, last: Request) -> None:
+        """End what is brought for a next turn that will not come."""
+        for other in [*self.requests.values()]:
+            if other.prefetches and (other.tenant, other.session) == (last.tenant, last.session):
+                other.pin_s, other.session = 0, ""
+                self._end_prefetch(other)
 
     def suspend(self, session: Request) -> Request | None:
         """Let a session wait for its next piece. Returns a session to end, if there
@@ -999,8 +1040,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute something (or at least admit a request)."""
-        return bool(self.running or self.waiting) and not self.gate.frozen
+        """Whether a step would compute something (or at least admit or end a request)."""
+        return bool(self.running or self.waiting or self._brought) and not self.gate.frozen
 
     @property
     def quiet(self) -> bool:

@@ -231,8 +231,9 @@ class RequestProgress:
         goes_on: bool = False,
         deltas: bool = True,
     ) -> None:
-        """goes_on: the prompt, and the tokens of the first output, were counted when the client
-        asked for the first time. deltas: outputs have only the tokens that are new."""
+        """num_prompt_tokens: 0 for a prefetch, of which those that are cached count. goes_on: the
+        prompt, and the tokens of the first output, were counted when the client asked for the first
+        time. deltas: outputs have only the tokens that are new."""
         self._metrics, self._bill, self._goes_on = metrics, bill, goes_on
         self._num_prompt_tokens = num_prompt_tokens
         self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None
@@ -254,7 +255,7 @@ class RequestProgress:
             self._seen_any = True
         elif not self._seen_any:
             self._seen_any = True
-            self._count_prompt()
+            self._count_prompt(output.num_cached_tokens)
             metrics.cached_tokens.value += output.num_cached_tokens
             if not output.finished:
                 metrics.ttft.observe(now - self._started_at)
@@ -276,16 +277,17 @@ class RequestProgress:
             if choice.finish_reason is not None:
                 metrics.count_end(choice.finish_reason)
 
-    def _count_prompt(self) -> None:
-        self._metrics.prompt_tokens.value += self._num_prompt_tokens
+    def _count_prompt(self, num_cached: int) -> None:
+        count = max(self._num_prompt_tokens, num_cached)
+        self._metrics.prompt_tokens.value += count
         if self._tenant_prompt_tokens is not None:
-            self._tenant_prompt_tokens.inc(self._num_prompt_tokens)
+            self._tenant_prompt_tokens.inc(count)
         if self._bill is not None:
-            self._bill.prompt += self._num_prompt_tokens
+            self._bill.prompt += count
 
     def saw_vectors(self, output: PoolingRequestOutput) -> None:
         """Record the one output of a prompt that was pooled."""
-        self._count_prompt()
+        self._count_prompt(output.num_cached_tokens)
         self._metrics.cached_tokens.value += output.num_cached_tokens
         self._metrics.count_end("stop")
 

@@ -212,9 +212,10 @@ class ChatApi:
             told = {"chat_template_kwargs": request.chat_template_kwargs or {}}
             options["reasoning_parser_kwargs"] = told
         session = request.session_id or request.prompt_cache_key
-        if session or request.prompt_cache_retention:
-            stays = request.prompt_cache_retention == "24h"
-            options.update(turn_options(session, request.kv_hints, MAX_PIN_S if stays else TURN_S))
+        stays = request.prompt_cache_retention
+        if session or stays or request.kv_hints:
+            seconds = MAX_PIN_S if stays == "24h" else TURN_S if session or stays else 0
+            options.update(turn_options(session, request.kv_hints, seconds))
         return options
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:

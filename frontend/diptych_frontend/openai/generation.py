@@ -121,6 +121,8 @@ class Job:
     params: SamplingParams
     options: RequestOptions
     num_prompt_tokens: int
+    """Those to be billed whatever comes. A prefetch has none: it computes nothing, and is billed
+    what is there in the end."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Facts for the answer's headers, beside the router's."""
     event_ids: EventIds | None = None
@@ -178,16 +180,17 @@ class GenerationRoute(Generic[B, R]):
         if len(exchange.body) > INLINE_BYTES:
             exchange.body = b""  # it would be kept as long as its answer takes
         request, params = sound.request, sound.params
+        options: RequestOptions = {
+            **self._api.options(request),
+            **prompt_options(scope, exchange, sound.adapter, request.priority),
+            "data_parallel_rank": rank_of(scope),
+        }
         job = Job(
             exchange.request_id,
             sound.prompts,
             params,
-            {
-                **self._api.options(request),
-                **prompt_options(scope, exchange, sound.adapter, request.priority),
-                "data_parallel_rank": rank_of(scope),
-            },
-            sound.num_prompt_tokens,
+            options,
+            0 if options.get("prefetches") else sound.num_prompt_tokens,
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         self._engine.check_admission(
@@ -439,7 +442,7 @@ async def _run_prompt(
 ) -> AsyncGenerator[Item, None]:
     prompt = job.prompts[index]
     finished = False
-    num_tokens = len(prompt["prompt_token_ids"])
+    num_tokens = len(prompt["prompt_token_ids"]) if job.num_prompt_tokens else 0
     with RequestProgress(
         metrics, num_tokens, exchange.tenant, exchange.bill, goes_on=job.num_paid > 0
     ) as progress:

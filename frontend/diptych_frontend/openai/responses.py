@@ -195,7 +195,10 @@ class Tally:
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         for choice in output.outputs:
             self.completion_tokens += len(choice.token_ids)
-        self.cached_by_prompt.setdefault(prompt_index, output.num_cached_tokens)
+        if prompt_index not in self.cached_by_prompt:
+            self.cached_by_prompt[prompt_index] = output.num_cached_tokens
+            # Of a prefetch only these count.
+            self.prompt_tokens = max(self.prompt_tokens, sum(self.cached_by_prompt.values()))
 
     def usage(self) -> Usage:
         return Usage(

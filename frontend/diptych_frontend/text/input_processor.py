@@ -299,7 +299,7 @@ class InputProcessor:
                 code="context_length_exceeded",
             )
         params = copy(params)
-        params.max_tokens = min(params.max_tokens or room, room)
+        params.max_tokens = 1 if request.prefetches else min(params.max_tokens or room, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         # The core knows one EOS; a model's other ones become stop tokens.
         others = () if params.ignore_eos else self.eos_token_ids[1:]

@@ -149,7 +149,8 @@ class Attempts:
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
         routed.lender, routed.leaves_disk = "", decision.leaves_disk
         source = self._source_of(decision, prefill)
-        self._fleet.placed(view, decision, now)
+        if not routed.original.prefetches:  # of which its engine computes nothing
+            self._fleet.placed(view, decision, now)
         facts = {
             "prefill": prefill.name,
             "decode": decode.name,

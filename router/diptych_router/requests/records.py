@@ -163,7 +163,7 @@ def record_of(
         request.shown_id[:MOST_CHARACTERS],
         request.tenant,
         len(request.prompt_token_ids or ()),
-        request.pooling_params is not None,
+        request.pooling_params is not None or request.prefetches,
         now_s,
         trace,
     )

@@ -228,7 +228,7 @@ class RequestRecord:
     tenant: str
     prompt_tokens: int
     prefill_only: bool
-    """Whether its prompt is pooled, so that nothing is decoded."""
+    """Whether nothing is decoded, because its prompt is pooled, or only brought."""
     began_s: float
     trace: Trace | None = None
     """None if nobody wants spans, or they have been sent."""
@@ -286,7 +286,8 @@ class RequestRecord:
                 placement.cached_tokens = output.num_cached_tokens
                 placement.pinned_tokens = output.num_pinned_tokens
                 placement.received_tokens = output.num_received_tokens
-                predictions.saw_word(self)
+                if not self.prefill_only or output.pooling_output is not None:  # no prefetch
+                    predictions.saw_word(self)
             placement.num_tokens += num_tokens
         if not num_tokens:
             return False

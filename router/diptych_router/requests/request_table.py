@@ -65,6 +65,8 @@ log = logging.getLogger(__name__)
 
 FIRST_GUESS_TOKENS: float = 128.0
 """The expected length of an answer, before any has ended."""
+PREFETCHED = "prefetched"
+"""The outcome of a request that wanted its KV to be brought."""
 NEWEST_PART = 0.02
 """The weight of the newest answer in the average of their lengths."""
 
@@ -218,6 +220,8 @@ class RequestTable:
 
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[Action]:
         self._fleet.went_well(routed.engine, routed.prefill_engine)
+        if routed.original.prefetches:
+            return self._attempts.end(routed, PREFETCHED, now)
         self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
         self.promises.saw_end(routed.record, now)
         return self._attempts.end(routed, FINISH_REASON_STRINGS[reason], now)

@@ -124,6 +124,8 @@ class RoutedRequest:
         wanted = None if params is None else params.max_tokens
         room = self.max_model_len - self.record.prompt_tokens
         self.tokens_left = (room if wanted is None else min(room, wanted)) - len(self.generated)
+        if self.original.prefetches:
+            self.tokens_left = 0
 
     @property
     def urgency(self) -> tuple[int, float]:
@@ -145,10 +147,13 @@ class RoutedRequest:
     def view(self) -> RequestView:
         """Return what a policy may know of it."""
         adapter, params = self.original.lora_request, self.original.sampling_params
+        # A prefetch goes where its turn would.
+        most = math.inf if self.original.prefetches else self.tokens_left
+        pooled = self.original.pooling_params is not None
         return RequestView(
             self.record.prompt_tokens + len(self.generated),
-            0.0 if self.record.prefill_only else min(self.usual_output, self.tokens_left),
-            prefill_only=self.record.prefill_only,
+            0.0 if pooled else min(self.usual_output, most),
+            prefill_only=pooled,
             goes_on=bool(self.generated),
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from select import POLLIN, poll
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +26,12 @@ from diptych_engine.control.core import EngineCore
 from diptych_engine.handoff import block_store
 from diptych_engine.handoff.block_files import BlockFiles
 from diptych_kernels.made_once import PART
-from diptych_protocol import EngineCoreOutput, EngineCoreRequest, InvalidRequestError
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    InvalidRequestError,
+)
 from diptych_protocol.block_hashes import extend_block_hashes
 
 BLOCK = 16
@@ -125,6 +131,47 @@ def test_an_engine_that_is_started_again_finds_its_prefixes(
         assert outputs[0].num_received_tokens == 0
         assert (stats.disk_reads, stats.disk_blocks_read) == (1, NUM_STORED // BLOCK)
         assert stats.seconds_reading_disk > 0
+
+
+def prefetch(name: str, **told: Any) -> EngineCoreRequest:
+    request = core_request(name, PROMPT, max_tokens=1)
+    return msgspec.structs.replace(request, prefetches=True, session="s", **told)
+
+
+def test_a_prefetch_computes_nothing_and_the_turn_after_it_reads_nothing(
+    model: str, expected: list[int]
+) -> None:
+    with started(model, num_blocks=10) as engine:
+        unknown = core_request("unknown", prompt_of(8, NUM_STORED), max_tokens=1)
+        [nothing] = engine.run(msgspec.structs.replace(unknown, prefetches=True))
+        [output] = engine.run(prefetch("ahead", pin_s=300))
+        assert (nothing.num_cached_tokens, output.num_cached_tokens) == (0, NUM_STORED)
+        assert output.finish_reason is nothing.finish_reason is FinishReason.LENGTH
+        stats = engine.core.stats()
+        assert (stats.prompt_tokens_computed, tokens([nothing, output])) == (0, [])
+        assert (stats.disk_tokens, stats.blocks_pinned) == (NUM_STORED, NUM_STORED // BLOCK)
+        engine.answer(prompt_of(4, 5 * BLOCK), "other")
+        assert engine.answer() == (expected, 0), "what was pinned is still here"
+
+
+def test_a_prefetch_ends_with_its_session_and_takes_no_blocks_that_are_in_use(
+    model: str, expected: list[int]
+) -> None:
+    with started(model, num_blocks=10) as engine:
+        engine.core.add(prefetch("ahead", pin_s=300), CLIENT)
+        step(engine.core)
+        last = core_request("last", prompt_of(4, BLOCK), max_tokens=1)
+        engine.core.add(msgspec.structs.replace(last, session="s"), CLIENT)
+        outputs = [*step(engine.core), *step(engine.core)]
+        assert {each.request_id for each in outputs if each.finished} == {"ahead", "last"}
+        engine.settle()
+        assert (engine.core.stats().blocks_pinned, engine.core.stats().disk_tokens) == (0, 0)
+        long = core_request("long", prompt_of(5, 6 * BLOCK), max_tokens=BLOCK, ignore_eos=True)
+        engine.core.add(long, CLIENT)
+        step(engine.core)
+        [ahead] = engine.run(prefetch("late", pin_s=300))[-1:]
+        assert ahead.num_cached_tokens == 0
+        assert engine.core.scheduler.stats.num_preemptions == 0
 
 
 def test_what_is_on_disk_is_not_read_where_the_router_has_found_it_slower(
@@ -291,6 +338,23 @@ def test_files_take_no_more_than_the_room_and_those_used_last_stay(
         assert sum(path.stat().st_size for path in blocks_in(cache)) <= 2 * size
 
 
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_of_a_prefix_that_was_used_long_ago_the_end_is_removed_first(
+    model: str, expected: list[int], cache: Path, *, begins_anew: bool
+) -> None:
+    settings = {"kv_disk_bytes": 6 * blocks_in(cache)[0].stat().st_size}
+    shutil.rmtree(cache)
+    engine = Engine(model, **settings)
+    assert engine.answer() == (expected, 0)
+    if begins_anew:
+        engine.core.close()
+        engine = Engine(model, **settings)
+    engine.answer(prompt_of(9, 4 * BLOCK), "other")
+    engine.core.scheduler.pool.forget_all()
+    assert engine.answer(name="again") == (expected, 2 * BLOCK)
+    engine.core.close()
+
+
 def test_engines_of_one_machine_have_a_folder_each(model: str, cache: Path) -> None:
     first, second = Engine(model), Engine(model)
     first.answer()
@@ -338,23 +402,6 @@ def test_a_reset_removes_what_is_on_disk_and_what_comes_is_kept_again(
     engine: Engine, cache: Path, reset: Callable[[Controls], object]
 ) -> None:
     expected, _ = engine.answer()
-@pytest.mark.parametrize("begins_anew", [False, True])
-def test_of_a_prefix_that_was_used_long_ago_the_end_is_removed_first(
-    model: str, expected: list[int], cache: Path, *, begins_anew: bool
-) -> None:
-    settings = {"kv_disk_bytes": 6 * blocks_in(cache)[0].stat().st_size}
-    shutil.rmtree(cache)
-    engine = Engine(model, **settings)
-    assert engine.answer() == (expected, 0)
-    if begins_anew:
-        engine.core.close()
-        engine = Engine(model, **settings)
-    engine.answer(prompt_of(9, 4 * BLOCK), "other")
-    engine.core.scheduler.pool.forget_all()
-    assert engine.answer(name="again") == (expected, 2 * BLOCK)
-    engine.core.close()
-
-
     former = {path.stat().st_ino for path in blocks_in(cache)}
     controls = Controls(engine.core)
     done = reset(controls)

@@ -292,6 +292,25 @@ async def test_a_session_ends_with_the_turn_that_says_so(
     assert 0 < len(engine.sessions[0]) < 100, "names are kept as long as sessions last"
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_prefetch_is_no_turn_and_is_billed_what_is_there(
+    http: httpx.AsyncClient, engine: EchoEngine, path: str
+) -> None:
+    ahead = {"action_id": "a", "action_type": "kv.prefetch", "action_version": "1.0"}
+    ends = ahead | {"action_type": "kv.deref"}
+    used = []
+    for actions in ([ahead], [ahead, ends], [ahead | {"action_version": "2.0"}]):
+        hints = {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+        answer = await http.post(path, json=BODIES[path] | {"kv_hints": hints})
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        cached = usage.get("cache_read_input_tokens", 0)
+        used.append(usage.get("prompt_tokens", usage.get("input_tokens")) + cached)
+    assert engine.prefetches == [True, False, False]
+    assert used[0] == used[1] // 2, "half of its prompt is in this engine's cache"
+    assert used[1] == used[2]
+
+
 def test_openais_client_shows_warnings(base_url: str) -> None:
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": "echo", "messages": CHAT["messages"], "max_tokens": 3}

@@ -22,6 +22,7 @@ from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.requests import placements
 from diptych_router.requests.table_interface import (
     Add,
+    Announce,
     Fail,
 )
 
@@ -67,6 +68,25 @@ def test_whoever_waits_for_another_answer_goes_on_when_that_one_is_over(end: str
                     break
     assert "b" in {core_id[0] for _, core_id in world.placements()}
     world.leave("a")
+    world.leave("b")
+    world.check_end()
+
+
+def test_a_prefetch_goes_to_one_engine_and_ends_without_a_token() -> None:
+    world = World("p", "d")
+    world.submit("a", prefetches=True)
+    assert world.placements() == [("p", "a/1")]
+    [added] = [action for action in world.log if isinstance(action, Add)]
+    assert added.request.prefetches
+    assert added.request.sampling.extra_args is None, "nobody takes over"
+    usual = world.table.requests["a"].view.output_tokens
+    assert usual > 1, "its turn would go the same way"
+    assert not any(isinstance(action, Announce) for action in world.log)
+    world.say("p", EngineCoreOutput("a/1", [], finish_reason=FinishReason.LENGTH))
+    assert world.placements() == []
+    assert next(iter(world.table.records)).outcome == "prefetched"
+    world.submit("b")
+    assert world.table.requests["b"].usual_output == usual, "it was no answer"
     world.leave("b")
     world.check_end()
 

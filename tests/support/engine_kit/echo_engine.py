@@ -95,6 +95,7 @@ class EchoEngine(WithoutControl):
         self.kept: list[int] = []
         """For how many seconds each request expects a next turn."""
         self.sessions: list[str] = []
+        self.prefetches: list[bool] = []
         self.left_early: list[str] = []
         self.rejected: list[tuple[str, dict[str, Any]]] = []
 
@@ -117,8 +118,10 @@ class EchoEngine(WithoutControl):
         priority: int = 0,
         pin_s: int = 0,
         session: str = "",
+        prefetches: bool = False,
         **_: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
+        self.prefetches.append(prefetches)
         self.kept.append(pin_s)
         self.sessions.append(session)
         self.seen.append((request_id, sampling_params, priority, prompt))
@@ -188,6 +191,7 @@ class EchoEngine(WithoutControl):
         kept: Any = None,
         pin_s: int = 0,
         session: str = "",
+        prefetches: bool = False,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """How often each byte is in the prompt, as a vector of length 1."""
         self.encoded.append((request_id, priority, prompt))

@@ -158,12 +158,13 @@ class World:
         priority: int = 0,
         arrival: float = 0.0,
         headers: dict[str, str] | None = None,
+        prefetches: bool = False,
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
             name, list(range(PROMPT)), None, SamplingParams(**{"max_tokens": 4, **params}),
             None, 2, arrival, None, None, None, tenant=tenant, priority=priority,
-            trace_headers=headers,
+            trace_headers=headers, prefetches=prefetches,
         )  # fmt: skip
         self.delivered[name] = []
         self.carry_out(self.table.submit(request, 100, self.now, leader, trial=self.trial))

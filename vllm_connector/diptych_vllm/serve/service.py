@@ -19,6 +19,7 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineDescription,
+    FinishReason,
     SchedulerStats,
     UtilityOutput,
     wire,
@@ -136,6 +137,10 @@ class WireService(WireServer):
     # --- messages -----------------------------------------------------------------------------
 
     def _add(self, request: EngineCoreRequest, client: bytes) -> None:
+        if request.prefetches:  # vLLM brings nothing for a prompt that is still to come
+            ended = FinishReason.LENGTH
+            self._put(client, EngineCoreOutput(request.request_id, [], finish_reason=ended))
+            return
         self._answers.add(client, request)
 
     def _abort(self, request_ids: list[str], client: bytes) -> None:
