@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cases import each
 from cluster_kit.charts import CHART, ROOT, Helm, of_kind, only
 from cluster_kit.prometheus import needs_prometheus, promtool
 from prometheus_client import generate_latest
@@ -99,7 +100,7 @@ def test_a_service_is_named_while_it_is_unwell_and_only_then() -> None:
     assert unwell(metrics) == set()
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@each("expression", EXPRESSIONS)
 def test_each_expression_asks_for_metrics_that_exist(expression: str) -> None:
     asked = set(re.findall(r"\bdiptych[:_]\w+", expression)) - TARGET_LABELS
     assert asked
@@ -113,7 +114,7 @@ def test_alerts_on_the_operator_ask_for_labels_that_it_sets() -> None:
     assert len(matchers) == 3
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule["alert"]))
+@each("rule", RULES, ids=lambda rule: str(rule["alert"]))
 def test_each_alert_says_how_bad_and_what_to_do(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
     annotations = rule["annotations"]

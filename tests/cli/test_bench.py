@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from cases import each
 from click.testing import CliRunner
 from waits import PATIENCE_S
 
@@ -105,7 +106,7 @@ def test_an_interrupt_ends_the_run_and_leaves_what_there_is(small_server: str) -
     assert len(outcome.sent) >= 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "code", "said"),
     [
         (["http://127.0.0.1:1"], 1, "is out of reach"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,7 +82,7 @@ def test_it_does_not_matter_where_a_stream_is_cut(cuts: list[int]) -> None:
     assert (sample.output_tokens, len(sample.gaps_s)) == (3, 3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("answer", "said"),
     [
         ([DONE], "without a token"),

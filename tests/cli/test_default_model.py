@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import msgspec
 import pytest
+from cases import each
 
 from diptych.default_model import ENOUGH_MEMORY, Circumstances, choose, default_choice
 from diptych.doctor import gather
@@ -23,7 +24,7 @@ from diptych.main import main
 AT_HOME = Circumstances(ENOUGH_MEMORY, is_attended=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("other", "model", "why"),
     [
         ({}, PREFERRED, "639 MB are fetched once"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from click.testing import CliRunner
 
 from diptych.doctor import command, gather
@@ -45,7 +46,7 @@ def test_a_good_machine_is_well_in_every_respect() -> None:
     assert verdict(checks) == "`diptych up` will work here"
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "other", "state", "said"),
     [
         ("system", {"system": "Darwin"}, State.FAIL, "Darwin on x86_64"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from click.testing import CliRunner
 
 from diptych.errors import BadInputError
@@ -31,7 +32,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(main, list(arguments))
 
 
-@pytest.mark.parametrize("model", KNOWN.values(), ids=str)
+@each("model", KNOWN.values(), ids=str)
 def test_a_name_stands_for_one_content(model: KnownModel) -> None:
     uri = parse_model_uri(model.uri)
     if model.package:
@@ -41,7 +42,7 @@ def test_a_name_stands_for_one_content(model: KnownModel) -> None:
     assert bool(model.sha256) == uri.is_file, "a file has a checksum, a folder cannot have one"
 
 
-@pytest.mark.parametrize("model", KNOWN.values(), ids=str)
+@each("model", KNOWN.values(), ids=str)
 def test_a_name_is_a_service_of_its_model(model: KnownModel) -> None:
     service, _ = load(model)
     assert service.served_name == model.name

@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 import pytest
+from cases import each
 from rich.console import Console, RenderableType
 
 from diptych import engine_load as top
@@ -154,7 +155,7 @@ def test_a_service_that_is_well_is_said_to_be_so_in_one_line() -> None:
 STARTING = ("False", "Starting", "Starting: 0 of 1 pods ready.")
 
 
-@pytest.mark.parametrize(
+@each(
     ("conditions", "healthy", "headline", "causes"),
     [
         (

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from cases import each
 
 from diptych.laptop.pods import (
     LocalPod,
@@ -52,7 +53,7 @@ def pods(**spec: Any) -> dict[str, LocalPod]:
     return {pod.name: pod for pod in local_pods(objects, RUN_DIR, ports, 8080)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         ("plain", "plain"),

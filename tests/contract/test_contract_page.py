@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
+from cases import each
 from contract_page import PAGE, Row, page, proofs_by_row, read_rows, resolve
 
 ROWS = {row.name: row for row in read_rows()}
@@ -16,7 +16,7 @@ def test_no_row_is_missing() -> None:
     assert list(ROWS) == wanted
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@each("row", ROWS.values(), ids=ROWS)
 def test_a_row_has_a_test_and_the_places_it_names_exist(row: Row) -> None:
     assert row.tests, f"no test is named test_contract_{row.name}_…"
     assert row.where

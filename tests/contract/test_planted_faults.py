@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases import each
 from contract_page import ROOT, proofs_by_row
 from fork_server import ForkServer
 
@@ -33,7 +34,7 @@ def test_every_row_has_a_fault() -> None:
     assert FAULTS.keys() == proofs_by_row().keys()
 
 
-@pytest.mark.parametrize("row", FAULTS)
+@each("row", FAULTS)
 def test_a_fault_fits_the_code_and_its_row(row: str) -> None:
     fault = FAULTS[row]
     assert (ROOT / fault["file"]).read_text().count(fault["old"]) == 1

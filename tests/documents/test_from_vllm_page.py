@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from from_vllm_page import NEWER, PAGE, page
 
 from diptych_engine.as_vllm import MODULES
@@ -23,7 +24,7 @@ def test_the_page_s_links_lead_somewhere() -> None:
         assert (PAGE.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("module", MODULES)
+@each("module", MODULES)
 def test_each_name_can_be_imported(module: str) -> None:
     found: Any = import_module(f"diptych_engine.as_vllm.{module}".rstrip("."))
     for name in MODULES[module]:

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, get_args
 
 import pytest
+from cases import each
 from documents_kit.signatures import differences, written
 
 protocol: Any = import_module("diptych_engine.as_vllm.engine.protocol")
@@ -85,7 +86,7 @@ def test_a_property_is_one(name: str) -> None:
     assert isinstance(inspect.getattr_static(EngineClient, name), property)
 
 
-@pytest.mark.parametrize(("name", "text"), METHODS.items(), ids=METHODS)
+@each(("name", "text"), METHODS.items(), ids=METHODS)
 def test_a_method_takes_the_calls_of_the_document(name: str, text: str) -> None:
     ours = getattr(EngineClient, name)
     assert differences(written(text), ours) == []
@@ -109,7 +110,7 @@ def test_a_client_with_exactly_the_abstract_members_can_be_made() -> None:
     assert not client.is_running
 
 
-@pytest.mark.parametrize("name", sorted(ABSTRACT))
+@each("name", sorted(ABSTRACT))
 def test_a_client_that_lacks_a_member_cannot_be_made(name: str) -> None:
     with pytest.raises(TypeError, match=name):
         plain_client(without=name)()

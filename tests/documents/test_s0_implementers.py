@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 from documents_kit.implementers import DocumentedClient, NewerClient
 from waits import PATIENCE_S
 
@@ -60,13 +61,13 @@ def test_the_implementer_has_the_documents_members_and_no_others() -> None:
     assert "tenant" not in inspect.signature(Heir.generate).parameters
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@each("route", ROUTES)
 async def test_every_route_is_served(http: httpx.AsyncClient, route: str) -> None:
     answer = await http.post(route, json=ROUTES[route])
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("route", ["/v1/models", "/health", "/live", "/metrics", "/openapi.json"])
+@each("route", ["/v1/models", "/health", "/live", "/metrics", "/openapi.json"])
 async def test_what_is_only_read_is_there(http: httpx.AsyncClient, route: str) -> None:
     assert (await http.get(route)).status_code == 200
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 
 import diptych_protocol
 
@@ -159,7 +160,7 @@ ENUMERATIONS: dict[str, dict[str, Any]] = {
 """Each has these members, and no others."""
 
 
-@pytest.mark.parametrize("name", MODULES)
+@each("name", MODULES)
 def test_a_module_of_the_document_is_there_with_some_name(name: str) -> None:
     module = import_module(f"diptych_engine.as_vllm.v1.engine.{name}")
     assert module.__all__

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+from cases import each
 from documents_kit.signatures import differences, written
 
 AsyncLLM: Any = import_module("diptych_engine.as_vllm.v1.engine.async_llm").AsyncLLM
@@ -79,7 +80,7 @@ CONSTRUCTOR = (
 """The document says these names in this order, and of the first three that they are given."""
 
 
-@pytest.mark.parametrize(("name", "text"), FUNCTIONS.items(), ids=FUNCTIONS)
+@each(("name", "text"), FUNCTIONS.items(), ids=FUNCTIONS)
 def test_a_function_takes_the_calls_of_the_document(name: str, text: str) -> None:
     ours = getattr(AsyncLLM, name)
     assert differences(written(text), ours) == []

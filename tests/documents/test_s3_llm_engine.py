@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from documents_kit.signatures import differences, written
 from engine_kit.llm_engine import CONFIG, params, run
 
@@ -96,7 +97,7 @@ def engine() -> Iterator[Any]:
     engine.shutdown()
 
 
-@pytest.mark.parametrize(("name", "text"), METHODS.items(), ids=METHODS)
+@each(("name", "text"), METHODS.items(), ids=METHODS)
 def test_a_method_takes_the_calls_of_the_document(name: str, text: str) -> None:
     assert differences(written(text), getattr(LLMEngine, name)) == []
 

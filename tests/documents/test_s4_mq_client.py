@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from cases import each
 from documents_kit.signatures import differences, written
 from engine_kit.mq import CONFIG
 
@@ -99,7 +100,7 @@ def test_the_constructor_takes_the_documents_arguments() -> None:
     assert differences(written("(ipc_path, engine_config, engine_pid)"), Client) == []
 
 
-@pytest.mark.parametrize(("name", "text"), METHODS.items(), ids=METHODS)
+@each(("name", "text"), METHODS.items(), ids=METHODS)
 def test_a_method_takes_the_calls_of_the_document(name: str, text: str) -> None:
     ours = getattr(Client, name)
     assert differences(written(text), ours) == []
@@ -117,7 +118,7 @@ def test_a_property_is_one(name: str) -> None:
     assert isinstance(inspect.getattr_static(Client, name), property)
 
 
-@pytest.mark.parametrize(("name", "value"), ATTRIBUTES.items(), ids=ATTRIBUTES)
+@each(("name", "value"), ATTRIBUTES.items(), ids=ATTRIBUTES)
 def test_a_new_client_has_this_attribute(name: str, value: Any) -> None:
     with made() as client:
         assert value(client) if callable(value) else getattr(client, name) == value

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import each
 from model_kit.families import SIZES
 
 from diptych_engine import LLM, LLMEngine
@@ -80,7 +81,7 @@ def test_a_command_line_has_them() -> None:
     assert args.create_engine_config().model == "dummy://"
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@each("name", PARAMS)
 def test_a_sampling_parameter_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(UnsupportedFeatureError, match=f"{name}='{OTHER}' is not supported: "):
         as_vllm.SamplingParams(**{name: OTHER})

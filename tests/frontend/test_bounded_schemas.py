@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from cases import each
 
 from diptych_frontend.text.bounded_schemas import bounded
 
@@ -39,12 +39,12 @@ OPEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPEN)
+@each("name", OPEN)
 def test_an_object_stays_open_if_others_may_know_more_of_it(name: str) -> None:
     assert bounded(OPEN[name]) == OPEN[name]
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "expected"),
     [
         (A, CLOSED),

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from cases import each
 
 from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_protocol import InvalidRequestError
@@ -16,7 +17,7 @@ def render(source: str, messages: list[dict[str, Any]] | None = None) -> str:
     return template.render(messages or [], add_generation_prompt=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "expected"),
     [
         ("{{ bos_token }}|{{ eos_token }}|{{ add_generation_prompt }}", "<s>|</s>|True"),
@@ -127,7 +128,7 @@ def test_contract_C05_a_caller_sets_variables_of_the_template() -> None:
     assert with_kwargs("{{ bos_token }}", {}) == "<s>"
 
 
-@pytest.mark.parametrize(
+@each(
     ("kwargs", "reason"),
     [
         ([("a", 1)], "must be an object"),

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 import sentencepiece
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit.texts import TEXTS
@@ -105,7 +106,7 @@ def tokenizer(spm: sentencepiece.SentencePieceProcessor) -> Tokenizer:
     return built(spm)
 
 
-@pytest.mark.parametrize("text", PLAIN)
+@each("text", PLAIN)
 def test_ids_and_text_equal_those_of_the_library(
     spm: sentencepiece.SentencePieceProcessor, tokenizer: Tokenizer, text: str
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
@@ -95,7 +96,7 @@ HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOPELESS)
+@each("name", HOPELESS)
 def test_a_form_that_nothing_has_is_refused_by_its_field(name: str) -> None:
     form, says = HOPELESS[name]
     with pytest.raises(InvalidRequestError, match="structured_outputs") as refusal:
@@ -193,7 +194,7 @@ def test_what_llguidance_cannot_compile_is_refused_in_one_line() -> None:
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("form", POSSIBLE, ids=str)
+@each("form", POSSIBLE, ids=str)
 def test_a_form_that_something_has_is_taken(form: dict[str, Any]) -> None:
     check_structured_outputs(StructuredOutputsParams(**form))
 

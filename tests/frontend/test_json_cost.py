@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,13 +55,13 @@ CHEAP: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", DEAR)
+@each("kind", DEAR)
 def test_what_is_dear_is_refused(kind: str) -> None:
     with pytest.raises(DearJsonError, match="more than"):
         check_json_cost(DEAR[kind])
 
 
-@pytest.mark.parametrize("kind", CHEAP)
+@each("kind", CHEAP)
 def test_what_only_looks_dear_is_decoded(kind: str) -> None:
     for written in (json.dumps(CHEAP[kind]), json.dumps(CHEAP[kind], indent=1)):
         check_json_cost(written.encode())

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 from engine_kit.echo_engine import EchoEngine
 
 from diptych_frontend.text.structured_outputs import check_structured_outputs
@@ -50,7 +51,7 @@ def form(schema: dict[str, Any], *, lenient: bool) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=schema, lenient=lenient)
 
 
-@pytest.mark.parametrize("name", UNENFORCED)
+@each("name", UNENFORCED)
 def test_a_lenient_form_says_what_it_leaves_out(name: str) -> None:
     schema, left_out = UNENFORCED[name]
     assert set(check_structured_outputs(form(schema, lenient=True))) == left_out

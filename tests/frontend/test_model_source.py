@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import pytest
+from cases import each
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from waits import PATIENCE_S
@@ -353,7 +354,7 @@ def test_an_unsupported_gguf_model_is_refused_by_name(
         gguf_model(tmp_path / "x.gguf", architecture, **changes)
 
 
-@pytest.mark.parametrize(
+@each(
     ("uri", "says"),
     [
         ("/no/such/model.gguf", "does not exist"),

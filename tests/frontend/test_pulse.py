@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
+from cases import each
 
 from diptych_frontend.core_client.heartbeat_timer import Pulse
 from diptych_protocol import SchedulerStats
@@ -25,7 +25,7 @@ def excused(seconds: float, now: float) -> Happening:
     return lambda pulse: pulse.excuse_seconds(seconds, now)
 
 
-@pytest.mark.parametrize(
+@each(
     ("happened", "doubtful_s"),
     [
         ([], 0),

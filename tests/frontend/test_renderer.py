@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import each
 
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer, tokenization
@@ -87,7 +88,7 @@ def test_what_no_tokenizer_takes_is_refused(kwargs: Any, says: str) -> None:
     assert refusal.value.param == "tokenization_kwargs"
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt", "param", "says"),
     [
         ("", "prompt", "empty"),

@@ -8,6 +8,7 @@ import httpx
 import openai.lib._pydantic
 import pydantic
 import pytest
+from cases import each
 
 from diptych_frontend.text.structured_outputs import check_strict
 from diptych_protocol import InvalidRequestError
@@ -43,7 +44,7 @@ FLAWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FLAWS)
+@each("name", FLAWS)
 def test_a_schema_that_is_not_strict_is_refused_with_its_place(name: str) -> None:
     schema, says = FLAWS[name]
     with pytest.raises(InvalidRequestError, match=says) as refusal:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers  # its classes are imported when they are used
+from cases import each
 from client_kit.environment import FOLDER, needs_client
 
 from diptych_frontend.reasoning.formats import name_of
@@ -142,7 +143,7 @@ def theirs(template: str, conversation: Conversation) -> str | None:
     return str(rendered[0][0])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@each("name", TEMPLATES)
 def test_a_template_renders_as_in_transformers(name: str) -> None:
     for conversation in CONVERSATIONS.values():
         assert ours(TEMPLATES[name], conversation) == theirs(TEMPLATES[name], conversation)

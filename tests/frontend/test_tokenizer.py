@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import regex
 import transformers  # its classes are imported when they are used
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit.texts import TEXTS
@@ -330,7 +331,7 @@ def test_how_digits_are_grouped_depends_on_the_family(pre: str, expected: list[s
     assert tokens_of("a123", pre=pre) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("pre", "text", "expected"),
     [
         ("trillion", "HelloWorld's 123\n\n x", ["HelloWorld", "'s", " 123", "\n\n", " x"]),
@@ -392,7 +393,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     assert tokenizer.eos_token_ids == (1, 2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "says"),
     [
         ({"model": "t5"}, "'t5' tokenizer, not one of gpt2, llama; use the model's directory"),

@@ -15,6 +15,7 @@ from threading import Thread
 
 import install
 import pytest
+from cases import each
 
 SOON_S = 0.2
 
@@ -38,13 +39,13 @@ def index_that_never_answers() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+@each("machine", ["x86_64", "aarch64"])
+@each("minor", [11, 12, 13, 14])
 def test_every_python_that_is_promised_will_do(machine: str, minor: int) -> None:
     assert install.refusal("Linux", machine, (3, minor), "glibc") == ""
 
 
-@pytest.mark.parametrize(
+@each(
     ("system", "machine", "version", "remedy"),
     [
         ("Darwin", "arm64", (3, 13), "docker run"),

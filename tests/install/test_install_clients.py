@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import install_clients
-import pytest
+from cases import each
 
 PYTHON = Path("/v/bin/python")
 
 
-@pytest.mark.parametrize("name", install_clients.PACKAGES)
+@each("name", install_clients.PACKAGES)
 def test_a_client_has_one_version_and_no_cuda(name: str) -> None:
     *before, install = install_clients.commands(name, PYTHON, "https://cpu.example")
     assert install[0] == str(PYTHON)

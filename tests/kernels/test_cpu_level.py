@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ CASCADE_LAKE = SKYLAKE | {"avx512vnni"}
 SAPPHIRE_RAPIDS = CASCADE_LAKE | NEEDED[AMX] | {"amx-int8"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("machine", "features", "may_use_tiles", "wanted"),
     [
         ("x86_64", {"sse4.2", "cx16"}, False, NONE),

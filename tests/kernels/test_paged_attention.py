@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases import each
 from model_kit.attention_batch import Batch
 
 from diptych_kernels.paged_attention import reference
 from diptych_kernels.paged_attention.metadata import MAX_GROUP_TOKENS
 
 
-@pytest.mark.parametrize(
+@each(
     "sequences",
     [
         pytest.param([(1, 1)], id="first token"),
@@ -26,8 +27,8 @@ from diptych_kernels.paged_attention.metadata import MAX_GROUP_TOKENS
         pytest.param([(40, 1), (2, 1), (11, 3), (6, 6)], id="decodes and chunks"),
     ],
 )
-@pytest.mark.parametrize("window", [None, 1, 4, 10])
-@pytest.mark.parametrize(
+@each("window", [None, 1, 4, 10])
+@each(
     "scoring",
     [
         pytest.param({}, id="plain"),

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def test_parts_of_open_type_are_converted_with_their_arrays() -> None:
 INLINE = msgspec.msgpack.Ext(3, bytes(4))
 
 
-@pytest.mark.parametrize(
+@each(
     ("malformed", "complaint"),
     [
         (["float32", [2], INLINE], "4 bytes are no float32 array"),
@@ -97,7 +98,7 @@ def test_a_message_has_a_bounded_number_of_frames() -> None:
         wire.request_decoder.decode([frame] + [b""] * 64)
 
 
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bfloat16"}))
+@each("dtype", sorted(ITEM_BYTES.keys() - {"bfloat16"}))
 def test_numpy_reads_the_bytes_where_they_are(dtype: str) -> None:
     wanted = np.array([[0, 1, 0], [1, 0, 1]], dtype)
     found = np.asarray(Array(dtype, wanted.shape, wanted.tobytes()))

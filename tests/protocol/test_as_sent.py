@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from cases import each
 from engine_kit.wire import request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ SAMPLING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("field", SAMPLING)
+@each("field", SAMPLING)
 def test_a_sampling_parameter_of_another_type_is_refused_by_name(field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         params_as_sent(SamplingParams(**{field: SAMPLING[field]}), SamplingParams)
@@ -69,7 +70,7 @@ def test_a_pooling_parameter_of_another_type_is_refused_by_name(field: str, valu
     assert caught.value.param == field
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value", "param"),
     [
         ("priority", 1.5, "priority"),

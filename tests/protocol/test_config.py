@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 
 from diptych_protocol import (
     EngineConfig,
@@ -26,7 +27,7 @@ def test_every_setting_has_a_meaning_and_a_range(kind: type[msgspec.Struct]) -> 
     assert "of its type" not in " ".join(ranges(kind).values())
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"block_size": 3}, "block_size must be 1, 2, 4, 8, "),

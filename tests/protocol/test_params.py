@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import each
 
 from diptych_protocol import (
     EngineConfig,
@@ -15,7 +16,7 @@ from diptych_protocol import (
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [
         ("n", 0), ("n", 1000), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1),
@@ -36,7 +37,7 @@ def test_the_defaults_are_valid() -> None:
     EngineConfig(model="m").check()
 
 
-@pytest.mark.parametrize(
+@each(
     ("field", "value"),
     [
         ("model", ""), ("device", "tpu"), ("dtype", "int3"), ("block_size", 12),
@@ -71,7 +72,7 @@ def test_a_hand_off_survives_its_own_vocabulary() -> None:
     assert KVTransferParams.parse({**GOOD, "another_project_s": 1}).to_dict() == GOOD
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"remote_host": None}, {"lease_id": None}, {"remote_port": "x"}, {"epoch": None},
@@ -86,7 +87,7 @@ def test_incomplete_or_contradictory_hand_offs_are_refused(change: dict[str, Any
         KVTransferParams.parse({**GOOD, **change})
 
 
-@pytest.mark.parametrize(
+@each(
     "host",
     ["prefill-0", "localhost", "evil.example", "", "127.1", "0x7f000001", "1.2.3.4:5", " 1.2.3.4"],
 )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import each
 from waits import PATIENCE_S
 
 from diptych_protocol.threads import model_threads
@@ -45,7 +46,7 @@ for number in range(30):
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("processors", "threads"),
     [(0.2, 1), (1, 1), (1.9, 1), (2, 2), (2.9, 2), (3, 2), (4, 3), (4.5, 3), (64, 63)],
 )

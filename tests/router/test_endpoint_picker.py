@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from cases import each
 from engine_kit.fake_core import FakeCore
 from free_ports import free_port
 from gateway_kit import (
@@ -38,7 +39,7 @@ READY, LEAVING = RouterState(), RouterState(leaving=True)
 UNABLE, FULL = RouterState("no engine yet"), RouterState("too many", full=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("standing", "allowed", "wanted"),
     [
         (READY, None, OWN),
@@ -85,8 +86,8 @@ def test_a_request_that_can_go_nowhere_is_answered_at_once(
     assert json.loads(answer.body)["error"]["code"] == "overloaded"
 
 
-@pytest.mark.parametrize("mode", [None, DUPLEX, BUFFERED, STREAMED])
-@pytest.mark.parametrize("which", ["request", "response"])
+@each("mode", [None, DUPLEX, BUFFERED, STREAMED])
+@each("which", ["request", "response"])
 def test_bodies_and_trailers_pass_as_the_gateway_sends_them(which: str, mode: str | None) -> None:
     talk = PickerStream(OWN, READY, 0)
     talk.answer(headers(mode=mode))

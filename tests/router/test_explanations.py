@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from cases import each
 from engine_kit.core import core_request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -431,7 +432,7 @@ def test_whatever_comes_in_whatever_order_stays_within_bounds(
     )
 
 
-@pytest.mark.parametrize("ratio", [0.0, *BOUNDS, 1e9])
+@each("ratio", [0.0, *BOUNDS, 1e9])
 def test_a_ratio_is_counted_in_every_bucket_whose_bound_is_not_below_it(ratio: float) -> None:
     predictions = Predictions()
     predictions.hand_off.observe(ratio)

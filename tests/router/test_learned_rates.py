@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def test_an_engine_that_becomes_slower_is_known_to_be_so() -> None:
     assert 10 * learned.rates[0] + 1000 * learned.rates[1] == pytest.approx(0.4, rel=0.05)
 
 
-@pytest.mark.parametrize(
+@each(
     ("amounts", "seconds"),
     [
         ((0.0, 0.0, 0.0), 1.0),

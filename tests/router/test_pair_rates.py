@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
@@ -38,7 +39,7 @@ USUAL = TRIP_S + TOKENS * TOKEN_S
 A, B = Location("n1", "a"), Location("n2", "b")
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other", "near"),
     [
         (Location("n", "a"), Location("n", "a"), Nearness.NODE),
@@ -163,7 +164,7 @@ def test_those_after_one_that_is_gone_keep_what_is_known_of_them() -> None:
     assert rates(pairs)[1][1] < before[2][2] / 2
 
 
-@pytest.mark.parametrize(
+@each(
     "move",
     [
         Move(1, "stranger", 250, 0.1),

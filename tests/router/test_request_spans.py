@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from cases import each
 from engine_kit.core import core_request
 
 from diptych_protocol import EngineCoreOutput, RequestJourneyEvent
@@ -78,7 +79,7 @@ def brief(spans: list[SpanFacts]) -> list[tuple[str, str, float, float]]:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("events", "expected"),
     [
         pytest.param(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import each
 
 from diptych_frontend.openai.api_types import CompletionRequest
 from diptych_protocol import (
@@ -37,7 +38,7 @@ def routed(prompt: int = 10, max_model_len: int = 100, **params: Any) -> RoutedR
     return RoutedRequest(request, max_model_len, record_of(request, 0.0), BlockNamer())
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "way"),
     [
         ({"do_remote_decode": True}, "always"),

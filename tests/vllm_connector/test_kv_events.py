@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from cases import each
 from free_ports import free_port
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,7 +106,7 @@ def test_blocks_of_an_adapter_get_the_keys_of_its_name_and_content(salt: str | N
     assert b"".join(sorted(known(remembered(news)))) == b"".join(sorted(cut(expected)))
 
 
-@pytest.mark.parametrize(
+@each(
     "event",
     [
         stored(b"c", parent=b"unknown"),

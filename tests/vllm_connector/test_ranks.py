@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
+from cases import each
 
 from diptych_kv_transfer.memory.shard import WHOLE, Part
 from diptych_kv_transfer.tables.load import LeaseRef
@@ -26,9 +27,9 @@ def cut(kv: list[int], part: Part) -> slice:
     return slice(part.index * size, (part.index + 1) * size)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 8, 16])
-@pytest.mark.parametrize("there", RANKS_OF_CONNECTOR)
-@pytest.mark.parametrize("here", RANKS_OF_CONNECTOR)
+@each("heads", [1, 2, 8, 16])
+@each("there", RANKS_OF_CONNECTOR)
+@each("here", RANKS_OF_CONNECTOR)
 def test_each_rank_gets_its_heads_and_every_lease_has_all_its_readers(
     here: int, there: int, heads: int
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import each
 from engine_kit import executor
 from engine_kit.async_llm import ARGS, ENDLESS, MODEL, final, params, until
 from engine_kit.core import DUMMY
@@ -330,7 +331,7 @@ async def test_contract_C10_statistics_are_logged_when_asked_for(engine: AsyncLL
     assert logger.config is engine.vllm_config
 
 
-@pytest.mark.parametrize("missing", sorted(EngineClient.__abstractmethods__))
+@each("missing", sorted(EngineClient.__abstractmethods__))
 async def test_contract_C01_a_client_must_have_every_member(missing: str) -> None:
     members = {name: None for name in EngineClient.__abstractmethods__ if name != missing}
     with pytest.raises(TypeError, match=missing):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from cases import each
 
 import diptych_engine
 import diptych_protocol
@@ -29,7 +30,7 @@ PROTOCOL_NAMES = [
 ENGINE_NAMES = ["LLM", "AsyncLLM", "EngineArgs", "LLMEngine", "MQLLMEngineClient"]
 
 
-@pytest.mark.parametrize("name", PROTOCOL_NAMES)
+@each("name", PROTOCOL_NAMES)
 def test_the_protocol_has_the_name(name: str) -> None:
     assert name in diptych_protocol.__all__
     assert getattr(diptych_protocol, name) is not None
@@ -87,7 +88,7 @@ def test_arguments_are_checked() -> None:
         EngineArgs("dummy://", no_such_field=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "expected"),
     [
         ("", EngineArgs("m")),

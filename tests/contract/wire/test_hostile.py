@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from engine_kit.core import CLIENT, VOCABULARY, core_request, generate, make_core, run, step, tokens
 
 from diptych_engine.control.core import EngineCore
@@ -154,12 +155,12 @@ def test_odd_values_that_mean_nothing_change_nothing(
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "decoder",
     [wire.request_decoder, wire.utility_decoder, wire.abort_decoder],
     ids=["request", "utility", "abort"],
 )
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         b"\x91" * 100_000,

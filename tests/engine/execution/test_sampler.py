@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,8 +99,8 @@ def test_frequencies_follow_the_distribution(options: dict[str, Any], kept: list
     assert distance < 21.1
 
 
-@pytest.mark.parametrize("vocabulary", [50, NARROW, 3 * NARROW])
-@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0], ids=["flat", "usual", "peaked"])
+@each("vocabulary", [50, NARROW, 3 * NARROW])
+@each("scale", [0.01, 1.0, 5.0], ids=["flat", "usual", "peaked"])
 def test_filters_equal_a_full_sort(vocabulary: int, scale: float) -> None:
     """Whatever the few best candidates tell, and whatever needs the whole vocabulary."""
     cases = [

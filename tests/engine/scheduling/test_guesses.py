@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import each
 from engine_kit.toy_engine import ToyRunner, make_request, make_scheduler, run, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from diptych_protocol import EngineConfig, InvalidRequestError, SpeculativeConfi
 EAGER = SpeculativeConfig(prompt_lookup_min=1, num_speculative_tokens=5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "shortest", "longest", "found"),
     [
         pytest.param([1, 2, 3, 4, 5, 1, 2], 2, 4, [3, 4, 5], id="it stood before"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
+from cases import each
 from engine_kit.block_checks import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -503,7 +504,7 @@ PROMPT = list(range(20))
 REMOTE = KVTransferParams(do_remote_prefill=True, remote_num_tokens=20, remote_block_ids=[[0] * 5])
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "queued", "cache", "expected_tokens"),
     [
         ([], [{}], True, 20),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from cases import each
 from engine_kit.toy_engine import ToyRunner, expected, make_request, make_scheduler, run, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,9 +41,9 @@ def steps_to_first_token(scheduler: Scheduler, request: Request) -> int:
     raise AssertionError("it has no token")
 
 
-@pytest.mark.parametrize("enough", [256, BUDGET], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("num_long", [1, 3])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@each("enough", [256, BUDGET], ids=["cpu", "gpu"])
+@each("num_long", [1, 3])
+@each("policy", ["fcfs", "priority"])
 def test_a_prompt_of_50_tokens_beside_long_ones_waits_at_most_3_steps(
     enough: int, num_long: int, policy: SchedulingPolicy
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 
 from diptych_frontend.anthropic.answers import why_stopped
 from diptych_frontend.app import build_app
@@ -248,7 +249,7 @@ async def test_an_answer_that_has_begun_goes_on(http: httpx.AsyncClient, engine:
     assert (await ask(http, sent, COUNT))["input_tokens"] == len(prompt["prompt_token_ids"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "says"),
     [
         ({"max_tokens": 0}, "max_tokens"),

@@ -12,6 +12,7 @@ import httpx
 import jsonschema
 import msgspec
 import pytest
+from cases import each
 from starlette.routing import Route, Router
 
 from diptych_frontend import app as app_module
@@ -272,7 +273,7 @@ DEMANDED: list[tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("request_", "field", "values"),
     [
         pytest.param(request, field, values, id=f"{request[0]} {field}")

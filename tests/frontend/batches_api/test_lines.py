@@ -8,6 +8,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from cases import each
 
 from diptych_frontend.batches_api import lines
 from diptych_frontend.batches_api.api_types import BatchError
@@ -25,7 +26,7 @@ def test_a_sound_line_is_a_request_with_the_body_as_it_was_sent() -> None:
     assert read_line(3, written(), CHAT) == Line(3, "a", b'{"model": "m"}')
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "code", "param"),
     [
         (b"{", "invalid_json_line", None),

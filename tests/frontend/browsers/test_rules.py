@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ NAVIGATE = b"navigate"
 OWN = b"http://127.0.0.1:8080"
 
 
-@pytest.mark.parametrize(
+@each(
     "host",
     [
         "localhost", "localhost:8080", "LOCALHOST.", "a.localhost:1", "127.0.0.1:8080", "10.1.2.3",
@@ -29,7 +30,7 @@ def test_names_that_no_other_site_can_have_are_the_servers(host: str) -> None:
     RULES.check_host("/ui/api/about", {})
 
 
-@pytest.mark.parametrize(
+@each(
     "host",
     [
         "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example",
@@ -50,8 +51,8 @@ def test_load_balancers_may_probe_under_any_name(path: str) -> None:
     RULES.check_host(path, {b"host": b"evil.example"})
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
-@pytest.mark.parametrize(
+@each("method", ["GET", "POST", "DELETE", "OPTIONS"])
+@each(
     "headers",
     [
         {},
@@ -86,8 +87,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
-@pytest.mark.parametrize("headers", OTHERS)
+@each("method", ["GET", "POST", "DELETE", "OPTIONS"])
+@each("headers", OTHERS)
 def test_pages_of_other_sites_are_refused_with_the_remedy(
     method: str, headers: dict[bytes, bytes]
 ) -> None:

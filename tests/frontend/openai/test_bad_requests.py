@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -189,7 +190,7 @@ def case_name(value: Any) -> str:
     return ",".join(f"{k}={'missing' if v is MISSING else repr(v)[:24]}" for k, v in value.items())
 
 
-@pytest.mark.parametrize(("path", "changes"), CASES, ids=case_name)
+@each(("path", "changes"), CASES, ids=case_name)
 async def test_a_wrong_field_is_named(
     strict_http: httpx.AsyncClient, engine: Any, path: str, changes: dict[str, Any]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,7 +117,7 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_marker(text: str) -> No
     assert not any(m.startswith(t) and m != t for m in MARKERS for t in longer)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "tail", "ended"),
     [
         ("think", "<|im_start|>assistant\n", None),

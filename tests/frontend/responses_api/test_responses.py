@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 from engine_kit.echo_engine import EOS
 
 from diptych_frontend.app import build_app
@@ -212,7 +213,7 @@ async def test_a_forced_call_is_a_form(http: httpx.AsyncClient, engine: Any, cho
     assert told["tools"][0]["name"] == "f"
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "param"),
     [
         ({"input": None}, "input"),

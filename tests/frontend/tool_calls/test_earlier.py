@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import each
 
 from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_frontend.text.templates.confined_templates import Arguments
@@ -98,7 +99,7 @@ HARMONY = """
 {%- endfor %}"""
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "source", "messages", "prompt"),
     [
         ("hermes", "{{ messages[1].tool_calls[0].function.arguments }}", TWO, ARGUMENTS),

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,13 +202,13 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "answer"), LONG)
+@each(("name", "answer"), LONG)
 def test_a_long_answer_that_is_no_call_does_not_hold_the_server_up(name: str, answer: str) -> None:
     """A reader whose time grows with the square of the length is not done when this one is."""
     assert parse(name, [answer]) == (answer, [])
 
 
-@pytest.mark.parametrize(("name", "answer", "text", "calls"), CASES)
+@each(("name", "answer", "text", "calls"), CASES)
 def test_contract_C05_calls_are_found_however_an_answer_is_cut(
     name: str, answer: str, text: str, calls: list[ParsedCall]
 ) -> None:
@@ -236,7 +237,7 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("case", CUT)
+@each("case", CUT)
 def test_contract_C05_an_answer_cut_within_a_call_has_its_whole_calls_and_no_part_of_one(
     case: str,
 ) -> None:
@@ -255,7 +256,7 @@ def test_contract_C05_an_answer_cut_within_a_call_has_its_whole_calls_and_no_par
     assert found == sorted(found) or "fence" in case
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "answer"),
     [
         ("llama", '{"name": "nobody", "a'), ("llama", '{"answer": {"name": "f"'),
@@ -310,7 +311,7 @@ BEGINNINGS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_contract_C05_deep_json_is_a_call_or_text_and_never_an_error(name: str) -> None:
     before, after = BEGINNINGS[name]
     shallow = MAX_DEPTH - 10
@@ -327,7 +328,7 @@ def test_contract_C05_deep_json_is_a_call_or_text_and_never_an_error(name: str) 
         assert (text, calls) == (deep, [])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_contract_C05_a_call_without_end_does_not_hold_the_answer_back(name: str) -> None:
     before, after = BEGINNINGS[name]
     long = f'{before}"{"x" * MAX_CALL}"{after}'
@@ -340,7 +341,7 @@ def test_contract_C05_a_call_without_end_does_not_hold_the_answer_back(name: str
     assert len(told) >= MAX_CALL
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "answer"),
     [
         ("hermes", CALL + OTHER),
@@ -358,7 +359,7 @@ def test_contract_C05_without_parallel_calls_the_first_counts(name: str, answer:
     assert parse(name, [f"{answer}!"], parallel=False) == ("!", [F])
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "reasoning", "template", "name"),
     [
         ("auto", "none", None, "hermes"),

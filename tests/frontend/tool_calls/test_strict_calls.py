@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from cases import each
 from engine_kit.echo_engine import EchoEngine
 from llguidance import LLMatcher
 
@@ -95,8 +96,8 @@ def fits(answer: str, *, parallel: bool = True) -> bool:
     return found.try_consume_tokens(list(written)) == len(written) and found.is_accepting()
 
 
-@pytest.mark.parametrize("answer", FITS)
-@pytest.mark.parametrize("parallel", [True, False])
+@each("answer", FITS)
+@each("parallel", [True, False])
 def test_text_is_free_and_calls_fit_their_tools(answer: str, parallel: bool) -> None:
     assert fits(answer, parallel=parallel)
 

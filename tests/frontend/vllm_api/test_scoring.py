@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from cases import each
 
 from diptych_frontend.openai.embeddings import MAX_INPUTS
 from diptych_frontend.vllm_api.scoring import RERANK_PATHS, SCORE_PATHS, cosines
@@ -72,7 +73,7 @@ async def test_options_reach_the_engine(http: httpx.AsyncClient, engine: Any) ->
     assert len({request_id for request_id, _, _ in engine.encoded}) == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "body", "status", "param"),
     [
         (SCORE, {}, 400, "queries"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 
 from diptych_frontend.openai.request_workers import INLINE_BYTES
 from diptych_frontend.text.renderer import TextRenderer
@@ -94,7 +95,7 @@ async def test_special_tokens_stay_in_the_text(
     assert await ask(http, "/detokenize", tokens=ids) == {"prompt": text}
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "prompt"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,7 +103,7 @@ def test_a_side_cannot_be_answered_with_its_own_words() -> None:
         ours.receive(ours.opening + ours.receive(answer))
 
 
-@pytest.mark.parametrize("damaged", range(2 * NONCE_BYTES + 2 * MAC_BYTES))
+@each("damaged", range(2 * NONCE_BYTES + 2 * MAC_BYTES))
 def test_a_handshake_that_somebody_edits_fails(damaged: int) -> None:
     """At each byte of it."""
     ours, theirs = pair()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -373,8 +374,8 @@ def test_however_blocks_become_ready_each_asked_for_is_sent_once(
     assert tags == list(range(TAG, TAG + len(tags)))
 
 
-@pytest.mark.parametrize("start", LeaseState)
-@pytest.mark.parametrize("to", LeaseState)
+@each("start", LeaseState)
+@each("to", LeaseState)
 def test_an_illegal_transition_raises_and_changes_nothing(
     start: LeaseState, to: LeaseState
 ) -> None:

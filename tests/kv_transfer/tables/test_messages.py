@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,12 +41,12 @@ MESSAGES: list[AnyMessage] = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@each("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_survives_the_wire(message: AnyMessage) -> None:
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize(
+@each(
     "raw",
     [
         ["Open", LEASE, "digest", 1 << 62, []],

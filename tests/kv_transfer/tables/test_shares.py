@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from cases import each
 
 from diptych_kv_transfer.memory.shard import WHOLE, Part
 from diptych_kv_transfer.tables.actions import LeaseEnded, Send, SendBlocks
@@ -58,7 +59,7 @@ def read(table: LeaseTable, peer: int, name: str) -> list[object]:
     return list(table.receive(peer, Close(name, True, tag), 0.0))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "share"),
     [
         ("lease/0/2/2", Share("lease", 0, 2, 2)),
@@ -221,7 +222,7 @@ def test_what_is_read_whole_is_not_divided() -> None:
     assert table.receive(FIRST, Close("lease", True, 7), 0.0)[-1] == ended("released")
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_in_any_order_of_messages_a_lease_ends_once_when_nobody_reads_it(seed: int) -> None:
     random = Random(seed)
     table, now = LeaseTable(LEASE_SECONDS), 0.0

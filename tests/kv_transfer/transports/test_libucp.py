@@ -11,6 +11,7 @@ from pathlib import Path
 
 import libucx
 import pytest
+from cases import each
 
 from diptych_kv_transfer.transports.ucx import libucp
 
@@ -65,12 +66,12 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", sorted(CONSTANTS))
+@each("name", sorted(CONSTANTS))
 def test_a_constant_has_the_value_of_the_header(header: dict[str, int], name: str) -> None:
     assert header[IN_C.get(name, f"UCP_{name}")] == CONSTANTS[name]
 
 
-@pytest.mark.parametrize("name", sorted(STRUCTURES))
+@each("name", sorted(STRUCTURES))
 def test_a_structure_has_the_layout_of_the_header(header: dict[str, int], name: str) -> None:
     structure = STRUCTURES[name]
     assert ctypes.sizeof(structure) == header[f"sizeof({name})"]

@@ -11,6 +11,7 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
+from cases import each
 from cluster_kit.charts import load_script
 from cluster_kit.crds import (
     EXAMPLES,
@@ -221,7 +222,7 @@ def test_each_column_and_each_scale_path_shows_a_field_that_exists(version: dict
         assert node["type"] in ("string", "object", "integer")
 
 
-@pytest.mark.parametrize(
+@each(
     "wrong",
     [
         {"prefill": {"replicas": 0}},
@@ -253,7 +254,7 @@ def test_a_right_object_passes() -> None:
     jsonschema.validate(right, strict(SCHEMA))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@each("example", EXAMPLES, ids=lambda path: path.name)
 def test_the_examples_pass(example: Path) -> None:
     jsonschema.validate(service_of(example), strict(SCHEMA))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from cases import each
 from cluster_kit.crds import EXAMPLES, broken_rules, service_of
 
 from diptych_operator.api.images import Images
@@ -15,7 +15,7 @@ from diptych_protocol import CurveKeys
 SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), admin_token="T" * 43)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@each("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_becomes_its_pools_and_a_router(example: Path) -> None:
     service = parse_object(service_of(example), Images())
     deployments = [
@@ -26,6 +26,6 @@ def test_an_example_becomes_its_pools_and_a_router(example: Path) -> None:
     assert sorted(deployments) == ["decode", "prefill", "router"]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@each("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_keeps_the_rules_of_the_api_server(example: Path) -> None:
     assert broken_rules(service_of(example)) == set()

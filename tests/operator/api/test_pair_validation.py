@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from cases import each
 from cluster_kit.crds import SCHEMA, broken_rules, inference_service, says_one_of
 
 from diptych_operator.api.base import SpecError
@@ -33,8 +34,8 @@ def test_a_pool_has_no_field_for_anything_that_must_be_equal(pool: str) -> None:
     assert not MAY_DIFFER & {name for _, name in SHARED}
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize(("part", "name"), SHARED, ids=lambda value: value)
+@each("pool", POOLS)
+@each(("part", "name"), SHARED, ids=lambda value: value)
 def test_a_setting_written_into_one_pool_is_sent_to_where_it_holds_for_both(
     pool: str, part: str, name: str
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,7 +152,7 @@ def test_no_status_whatever_keeps_a_service_from_being_read(raw: object) -> None
     assert parse_object(live(raw), Images()).metadata.name == "smollm2"
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new", "message"),
     [
         ("replicas: 1", "replicas: two",
@@ -247,7 +248,7 @@ def test_a_wrong_field_is_named_with_its_remedy(old: str, new: str, message: str
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "start"),
     [
         ("a: [", "line 1: not YAML: "),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import each
 from cluster_kit.crds import (
     BROKEN,
     GOOD,
@@ -33,14 +34,14 @@ def complaint(service: dict[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-@pytest.mark.parametrize("spec", GOOD.values(), ids=GOOD.keys())
+@each("spec", GOOD.values(), ids=GOOD.keys())
 def test_a_good_service_breaks_no_rule(spec: dict[str, Any]) -> None:
     service = inference_service(spec)
     assert broken_rules(service) == set()
     assert complaint(service) is None
 
 
-@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
+@each("broken", BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_rule_is_told_alike_by_cel_and_by_python(broken: Broken) -> None:
     service = inference_service(broken.spec)
     assert broken_rules(service) == {broken.at_server}

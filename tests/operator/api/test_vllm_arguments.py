@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from cases import each
 from cluster_kit.crds import inference_service, vllm_spec
 
 from diptych_operator.api.base import Rule, SpecError
@@ -24,8 +24,8 @@ def is_refused(argument: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("ending", ["", "=1", ".a=1", ".a.b+=1"])
-@pytest.mark.parametrize(
+@each("ending", ["", "=1", ".a=1", ".a.b+=1"])
+@each(
     ("rule", "name"),
     [
         (rule, name)
@@ -50,7 +50,7 @@ def test_a_rule_sees_a_name_each_of_its_beginnings_and_parts_of_its_value(
     assert not rule.kept([f"--{whole}{ending}"])
 
 
-@pytest.mark.parametrize(
+@each(
     "argument",
     [
         "--tokenizer-mode=slow", "--model-impl=vllm", "--hf-overrides={}", "--seed=7",
@@ -64,7 +64,7 @@ def test_only_what_is_owned_is_refused(argument: str) -> None:
     assert is_refused(argument) == (argument == "--ssl")
 
 
-@pytest.mark.parametrize(
+@each(
     "argument",
     [
         "--tensor_parallel_size=2", "--kv_transfer_config={}", "--tensor-parallel_size=2",

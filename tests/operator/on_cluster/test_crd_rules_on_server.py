@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases import each
 from cluster_kit.crds import (
     BROKEN,
     EXAMPLES,
@@ -80,7 +81,7 @@ def server() -> Iterator[Server]:
             server.remove()
 
 
-@pytest.mark.parametrize("spec", GOOD.values(), ids=GOOD.keys())
+@each("spec", GOOD.values(), ids=GOOD.keys())
 def test_a_good_service_is_admitted_and_completed(server: Server, spec: dict[str, Any]) -> None:
     service = inference_service(spec)
     answer = server.create(service)
@@ -88,7 +89,7 @@ def test_a_good_service_is_admitted_and_completed(server: Server, spec: dict[str
     assert answer.json()["spec"] == with_defaults(service, SCHEMA)["spec"]
 
 
-@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
+@each("broken", BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_rule_is_refused_with_its_field_and_message(
     server: Server, broken: Broken
 ) -> None:

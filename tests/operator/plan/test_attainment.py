@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import pytest
+from cases import each
 from cluster_kit.promised_pool import PromisedPool, engine_report, router_report
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def first(**outcomes: int) -> list[PromiseCount]:
     return counts("prefill", "first_token", **outcomes)
 
 
-@pytest.mark.parametrize(
+@each(
     ("reports", "pool", "expected"),
     [
         ([], "prefill", None),
@@ -81,7 +82,7 @@ def test_the_counts_of_all_routers_add_up(
     assert attainment([router_report([], recent) for recent in reports], pool) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("what", "attained", "learned", "crowded", "pods"),
     [
         ("nobody asks", None, FOUR, False, 0),

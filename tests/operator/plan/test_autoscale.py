@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from cluster_kit.promised_pool import engine_report, router_report
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,7 +99,7 @@ def test_one_pool_sleeps_and_wakes_alone() -> None:
     assert fixed.desired == Counts(0, 3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "held_blocks", "pods"),
     [
         (0, 0, 2),
@@ -123,7 +124,7 @@ def test_prefill_follows_uncached_tokens_but_not_those_that_decode_holds_up(
     assert scale(Counts(2, 1), report).desired == Counts(pods, 1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pods", "usage", "waiting", "expected"),
     [
         (4, 0.80, 0, 4),

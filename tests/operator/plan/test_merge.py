@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def container(**fields: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{"name": "engine", **fields}]}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("overlay", "path", "expected"),
     [
         ({"metadata": {"labels": {"b": "2"}}}, ("metadata", "labels"), {"a": "1", "b": "2"}),

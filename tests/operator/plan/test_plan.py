@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from cases import each
 from cluster_kit.rollout_sequence import running, sequence, table
 
 from diptych_operator.api.pools import NOTHING, Counts
@@ -98,7 +99,7 @@ SEQUENCES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
+@each("name", SEQUENCES)
 def test_the_complete_sequence_of_a_paired_rollout(name: str) -> None:
     before, after, surge, unavailable, expected = SEQUENCES[name]
     rollout = Rollout(max_surge=surge, max_unavailable=unavailable)
@@ -297,7 +298,7 @@ BLUE_GREEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("revisions", "routers", "replicas", "serving", "phase"), BLUE_GREEN)
+@each(("revisions", "routers", "replicas", "serving", "phase"), BLUE_GREEN)
 def test_blue_green_switches_only_to_a_whole_target(
     revisions: list[RevisionState],
     routers: list[tuple[str, ...] | None],

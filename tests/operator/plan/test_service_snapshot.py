@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,7 +126,7 @@ def test_a_first_install_has_one_set() -> None:
     assert key_sets(A, []) == KeySets(A)
 
 
-@pytest.mark.parametrize(
+@each(
     ("wanted", "deployments", "expected"),
     [
         ("at rest", [routers(A), *engines("r1", A)], KeySets(A)),
@@ -188,7 +189,7 @@ def test_the_answer_is_stable_and_never_the_same_set_twice(
 # --- who waits for whom, and which keys may go ------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("deployments", "lack"),
     [
         ([], False),  # a first install waits for nobody

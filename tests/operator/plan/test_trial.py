@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from cases import each
 from cluster_kit.rollout_sequence import running
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ def seen(trial: Trial, **counts: int) -> list[TrialReport | None]:
     return [TrialReport(revision=trial.revision, weight=trial.weight, **counts)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("analysis", "counts", "why"),
     [
         (Analysis(), {"requests": 100, "failed": 2}, ""),

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from zoneinfo import TZPATH, ZoneInfo, reset_tzpath
 
 import pytest
+from cases import each
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from diptych_operator.upgrades import DAYS, EXAMPLE, RolloutWindow, opens
 OPEN = None
 
 
-@pytest.mark.parametrize(
+@each(
     ("window", "now", "begins"),
     [
         (EXAMPLE, "2026-12-04T23:59:59", "2026-12-05T00:00:00"),  # a Friday; Berlin is at +01:00

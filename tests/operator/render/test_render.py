@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -399,7 +400,7 @@ OTHER_REVISION: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("spec", SAME_REVISION)
+@each("spec", SAME_REVISION)
 def test_what_pods_of_a_pair_may_differ_in_makes_no_new_revision(spec: dict[str, Any]) -> None:
     assert revision(service(spec)) == revision(service({}))
 

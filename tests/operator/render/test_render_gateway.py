@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from cases import each
 
 from diptych_operator.api.base import Object, Raw
 from diptych_operator.api.parse import parse
@@ -100,7 +101,7 @@ def route(**conditions: str) -> Raw:
     return {"status": {"parents": [{"conditions": told}]}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("owner", "has_gateways", "found", "words"),
     [
         (service(), True, None, ""),

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from waits import PATIENCE_S
@@ -296,7 +297,7 @@ def test_the_program_takes_the_arguments_that_are_rendered(tmp_path: Path) -> No
     assert "spec.model.credentials: the Secret has none of the keys" in done.stderr
 
 
-@pytest.mark.parametrize(
+@each(
     ("uri", "form"),
     [
         ("hf://repo", "hf://ORG/REPO"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cases import each
 
 from diptych_operator.status.diagnose import (
     MAX_QUOTE,
@@ -281,7 +282,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("raw", "reason", "words"), CASES.values(), ids=CASES.keys())
+@each(("raw", "reason", "words"), CASES.values(), ids=CASES.keys())
 def test_what_is_wrong_with_a_pod_is_said_in_words(
     raw: dict[str, Any], reason: Reason, words: list[str]
 ) -> None:
@@ -431,7 +432,7 @@ def test_a_quote_is_found_again_in_an_earlier_message() -> None:
     assert silent.said_in("") is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("log", "line"),
     [
         ("", ""),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import pytest
+from cases import each
 from cluster_kit.status_cases import (
     BROKEN,
     NEW,
@@ -121,7 +121,7 @@ TABLE: dict[str, tuple[Case, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "read_as"), TABLE.values(), ids=TABLE.keys())
+@each(("case", "read_as"), TABLE.values(), ids=TABLE.keys())
 def test_kstatus_reads_a_service(case: Case, read_as: str) -> None:
     status = case.at()
     told = {c.type: c for c in status.conditions}

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 import pytest
+from cases import each
 from cluster_kit.status_cases import (
     BROKEN,
     FIXED,
@@ -366,9 +367,7 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "status", "reason", "words"), CLAUSES.values(), ids=CLAUSES.keys()
-)
+@each(("case", "kind", "status", "reason", "words"), CLAUSES.values(), ids=CLAUSES.keys())
 def test_each_clause_of_each_condition(
     case: Case, kind: ConditionType, status: str, reason: Reason, words: str
 ) -> None:
@@ -561,7 +560,7 @@ def rollout(progress: str, name: str = "Progressing", at: str = T0) -> RolloutSt
 STUCK = f"{NEW} prefill=1 decode=0 verified=0 old=2 draining=0"
 
 
-@pytest.mark.parametrize(
+@each(
     ("status", "now", "missed"),
     [
         (rollout(STUCK), "2026-11-21T07:10:00Z", False),
@@ -603,7 +602,7 @@ def full(when_full: str, *, changed: bool = False) -> InferenceService:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("when_full", "status", "waiting", "now", "missed"),
     [
         ("ReplaceInPlace", rollout(WAITING), 1, T1, False),

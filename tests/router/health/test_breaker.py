@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def after(outcomes: str, seconds: float = 0.1) -> tuple[Breaker, float]:
     return breaker, now
 
 
-@pytest.mark.parametrize(
+@each(
     ("outcomes", "seconds", "state"),
     [
         ("", 0.1, State.CLOSED),

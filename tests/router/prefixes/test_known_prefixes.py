@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from cases import each
 
 from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
@@ -38,7 +39,7 @@ def cached(known: KnownPrefixes) -> list[int]:
     return [known.num_cached(name, keys_of(CHAIN)) for name in ENGINES]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_messages_that_are_lost_doubled_or_late_leave_the_truth(seed: int) -> None:
     choices, known = random.Random(seed), KnownPrefixes()
     engines = {name: ToyEngine() for name in ENGINES}
