@@ -40,11 +40,11 @@ test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minut
 	$(BIN)/python -m diptych_kernels
 	$(PYTEST) -m "not slow and not vllm and not clients and not images"
 
-# Where no test is slow, and none draws a level, a file is not read.
+# Where no test is slow, and none draws a level or its cases, a file is not read.
 test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
 	$(BIN)/python -m diptych_kernels
 	$(PYTEST) -m "slow and not vllm and not clients and not images" \
-		$$(grep -rlwE "slow|level|compiled_level" tests --include="test_*.py" | sort)
+		$$(grep -rlwE "slow|one_in|level|compiled_level" tests --include="test_*.py" | sort)
 
 test-all: test test-slow ## both, one after the other
 

@@ -123,6 +123,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
     )  # fmt: skip
     _draw_levels(items)
+    _draw_cases(items)
 
 
 def pytest_collection_finish() -> None:
@@ -176,6 +177,31 @@ def _draw_levels(items: list[pytest.Item]) -> None:
         for index, item in enumerate(at_levels):
             if index != drawn:
                 item.add_marker(pytest.mark.slow)
+
+
+def _draw_cases(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `one_in(n, *names)`, `make test` runs that part, and
+    some case of each value of the parameters that are named; `make test-slow` runs the others. They
+    are drawn by their names."""
+    by_test: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") and not item.get_closest_marker("slow"):
+            assert isinstance(item, pytest.Function)
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in by_test.values():
+        (mark,) = cases[0].iter_markers("one_in")
+        wanted, *names = mark.args
+        seen: set[tuple[str, int]] = set()
+        others = []
+        for case in sorted(cases, key=lambda case: crc32(case.name.encode())):
+            values = {(name, id(case.callspec.params[name])) for name in names}
+            if not values <= seen:
+                seen |= values
+            else:
+                others.append(case)
+        drawn = len(cases) - len(others)
+        for case in others[max(0, -(-len(cases) // wanted) - drawn) :]:
+            case.add_marker(pytest.mark.slow)
 
 
 def _levels(lowest: CpuLevel) -> list[Any]:

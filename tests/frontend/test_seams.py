@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from model_kit.texts import TEXTS
@@ -109,6 +110,7 @@ def ids_of(backend: Backend, text: str) -> list[int]:
     return backend.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("backend", "seam"),
     [(backend, seam) for backend in BACKENDS.values() if (seam := seam_of(backend))],
@@ -127,7 +129,7 @@ def num_cuts(backend: Backend, text: str) -> int:
     return 0 if seam is None else len(seam.findall(text))
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "words joined"])
+@each("name", [name for name in BACKENDS if name != "words joined"])
 def test_texts_can_be_cut(name: Any) -> None:
     assert num_cuts(BACKENDS[name], "quick brown foxes") == 2
 
@@ -180,7 +182,7 @@ LOOKING_ACROSS: Final = {
 }
 
 
-@pytest.mark.parametrize("backend", LOOKING_ACROSS.values(), ids=LOOKING_ACROSS)
+@each("backend", LOOKING_ACROSS.values(), ids=LOOKING_ACROSS)
 def test_a_tokenizer_that_may_look_across_is_not_cut_there(backend: Backend) -> None:
     assert num_cuts(backend, "quick brown foxes") == 0
 

@@ -38,6 +38,7 @@ def check(batch: Batch) -> None:
     batch.check(paged_attention, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.one_in(4, "sequences", "window", "scoring")
 @pytest.mark.parametrize(
     "sequences",
     [

@@ -61,6 +61,7 @@ def hidden_states(model_config: ModelConfig, device: torch.device) -> list[Tenso
         return [model.normed(model.forward(step, layers)).cpu() for step in steps]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES)
 def test_a_model_computes_the_same_on_the_kernels(
     options: dict[str, bool | int], device: torch.device, monkeypatch: pytest.MonkeyPatch

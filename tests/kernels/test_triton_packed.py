@@ -52,6 +52,7 @@ def test_rows_are_those_of_the_matrix(kind: int | torch.dtype, device: torch.dev
     assert out[:2].isnan().all()
 
 
+@pytest.mark.one_in(3, "kind", "rows")
 @OF_EACH_KIND
 @pytest.mark.parametrize(
     ("rows", "programs"), [(1, 1), (1, 8), (3, 8), (19, 1), (packed.FEW_ROWS + 6, 1)]

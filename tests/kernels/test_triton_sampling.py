@@ -73,6 +73,7 @@ def check(logits: Tensor, temperature: float, options: Filters | None) -> None:
             assert low - 2**-20 <= where[row] <= high + 2**-20
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
 def test_draws_as_the_reference_does(
     top_k: int, top_p: float, min_p: float, device: torch.device

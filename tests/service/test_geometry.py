@@ -42,6 +42,7 @@ def engines(model: str, request: pytest.FixtureRequest) -> Iterator[Engines]:
     engines.close()
 
 
+@pytest.mark.one_in(3, "engines", "giver", "taker")
 @pytest.mark.parametrize(("giver", "taker"), list(product(GEOMETRIES, repeat=2)))
 def test_what_is_handed_over_is_what_was_computed(
     engines: Engines, asked: list[Question], giver: Geometry, taker: Geometry

@@ -145,6 +145,7 @@ def counted(usage: Json) -> Json:
     return {name: count for name, count in usage.items() if name != "prompt_tokens_details"}
 
 
+@pytest.mark.one_in(2, "path", "stream", "max_tokens")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("max_tokens", [1, 12])
@@ -345,6 +346,7 @@ REFUSALS: dict[str, tuple[Refuse, int | None]] = {
 }
 
 
+@pytest.mark.one_in(4, "refusal", "path")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("refusal", REFUSALS)
 async def test_a_refusal_frees_what_prefill_holds(pods: Pods, path: str, refusal: str) -> None:

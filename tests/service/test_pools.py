@@ -28,6 +28,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.one_in(2, "params", "prompt")
 @pytest.mark.parametrize("prompt", PROMPTS, ids=range(len(PROMPTS)))
 @pytest.mark.parametrize(
     "params",

@@ -107,6 +107,7 @@ def disturb(core: EngineCore, rng: random.Random) -> Future[Any] | None:
     return result if isinstance(result, Future) else None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(16))
 def test_contract_C15_a_disturbed_request_is_answered_as_if_it_were_alone(
     model: Path, requests: list[EngineCoreRequest], alone: dict[str, Answer], seed: int

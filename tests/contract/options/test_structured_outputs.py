@@ -190,6 +190,7 @@ OPEN: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OPEN)
 def test_contract_C05_what_no_schema_bounds_ends(
     core: EngineCore, tokenizer: Tokenizer, prompt: list[int], name: str

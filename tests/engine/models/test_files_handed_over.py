@@ -47,6 +47,7 @@ def saved(family: str, folder: Path) -> str:
     return requantised(plain, folder / "model.gguf", mixture(Kind.Q4_K, LAYERS), quantise)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_q4_k_m_file_goes_through_two_engines_with_the_tokens_of_one(
     family: str, level: CpuLevel, tmp_path: Path

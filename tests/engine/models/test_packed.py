@@ -92,6 +92,7 @@ def test_packing_loses_nothing_but_the_second_stage_of_scales(kind: Kind) -> Non
         assert float((own - wanted).norm()) <= SCALES * float(wanted.norm())
 
 
+@pytest.mark.one_in(4, "kind")
 @KINDS
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])
 @needs_kernel

@@ -135,6 +135,7 @@ def saved(folder: Path, name: str) -> str:
     return save(folder / "model", config, scheme, modules, family)[0]
 
 
+@pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(
     "name",

@@ -168,6 +168,7 @@ def speedup(
     return without / seconds(machine, text, streams, stakes if bounded else None, guesses)
 
 
+@pytest.mark.one_in(3, "machine")
 @pytest.mark.parametrize("streams", [1, 8])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_no_text_is_slower_for_its_guesses(machine: str, streams: int) -> None:

@@ -127,6 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2, "option", "guesses")
 @pytest.mark.parametrize("beside", [0, 3])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_answer_is_the_same(
@@ -169,6 +170,7 @@ def test_guesses_were_right_and_wrong(cores: tuple[EngineCore, EngineCore]) -> N
     assert len(now.accepted_at) > 1
 
 
+@pytest.mark.one_in(2, "options")
 @pytest.mark.parametrize("guesses", [EAGER, drafted_by(SMALLER)], ids=METHODS)
 @pytest.mark.parametrize(
     "options",
@@ -224,6 +226,7 @@ def test_an_aborted_request_leaves_nothing_behind(cores: tuple[EngineCore, Engin
     assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks
 
 
+@pytest.mark.one_in(2, "move_after")
 @pytest.mark.parametrize("move_after", [None, 7, 20])
 def test_answers_are_the_same_across_a_hand_off_a_move_and_n_answers(
     toy: str, guesses: SpeculativeConfig, move_after: int | None

@@ -106,6 +106,7 @@ def same(answers: list[Answer], expected: list[Answer]) -> bool:
     )
 
 
+@pytest.mark.one_in(2, "options", "family")
 @pytest.mark.parametrize(
     "options",
     [

@@ -81,6 +81,7 @@ def test_a_forged_copy_of_a_pinned_commit_is_fetched_anew(
     assert {file.name for file in path.iterdir()} == names
 
 
+@pytest.mark.one_in(2, "forge", "shared")
 @forgeries
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_forged_copy_of_a_file_with_a_checksum_is_fetched_anew(

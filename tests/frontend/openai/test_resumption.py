@@ -287,6 +287,7 @@ async def test_no_client_can_have_had_more_of_a_prompt_in_a_cache_than_the_promp
     assert 0 < usage["cache_read_input_tokens"] < 100
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("path", "name"), CASES)
 async def test_wherever_a_stream_breaks_off_its_parts_are_the_whole(
     engine: Scripted, renderer: TextRenderer, path: str, name: str

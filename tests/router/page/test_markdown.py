@@ -229,6 +229,7 @@ HUGE = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
 def test_a_huge_answer_is_shown_whole(drawing: Drawing, text: str) -> None:
     """Its time is not measured: one that were quadratic would not end."""
