@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,16 +13,20 @@ import pytest
 import pytest_asyncio
 import torch
 import torch.nn.functional as F
+from cases import each
 from engine_kit.core import EXACT, make_core
+from engine_kit.executor import PACED
 from engine_kit.pooling import hidden_states, runner_of
+from model_kit.gguf import first_layers
 from served import serve_http
-from service_kit import Pair, generate
+from service_kit import Pair, generate, importing_support
 from waits import PATIENCE_S
 
 from diptych_engine.control.core import EngineCore
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.client import CoreClient
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.probes import METRICS_AGE_S
 from diptych_frontend.text import input_processor
 from diptych_protocol import (
@@ -44,14 +48,24 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = ["The capital of France is Paris.", "A lighthouse by the sea", "1 2 3"]
 LONG = [7 + i % 900 for i in range(4000)]
-"""Takes 63 steps."""
+"""Takes 250 steps, and rests after each."""
 WIDTH = 576
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two layers of the real model: nobody here expects words of it."""
+    whole = resolve_model(smollm2).path
+    assert whole is not None
+    with importing_support():
+        yield first_layers(whole, 2, tmp_path_factory.mktemp("model") / "short.gguf")
 
 
 @pytest.fixture(scope="module")
 def pair_options() -> dict[str, Any]:
     """Vectors are compared with those that torch computes. Who leaves has one short step more."""
-    return {"weight_packing": EXACT, "max_num_batched_tokens": 64}
+    few = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    return {"weight_packing": EXACT, "executor_class": PACED, **few}
 
 
 @pytest.fixture(params=["engine", "router"])
@@ -315,7 +329,7 @@ async def test_more_inputs_than_go_at_once_come_back_in_order(api: openai.AsyncO
     assert len({tuple(round(x, 3) for x in vector) for vector in by_input.values()}) > 20
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "status", "param", "complaint"),
     [
         ({"model": "other"}, 404, "model", "does not exist"),

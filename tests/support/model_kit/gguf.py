@@ -6,6 +6,7 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 from torch import Tensor
+
+from diptych_frontend.model_files.gguf_header import read_header
 
 SIZES: Final[dict[str, Any]] = {
     "vocab_size": 64,
@@ -126,3 +129,29 @@ def save_lora(folder: Path, rank: int = 4, modules: Sequence[str] = tuple(MODULE
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     save_file(pairs, folder / "adapter_model.safetensors")
     return str(folder)
+
+
+def first_layers(model: Path, count: int, path: Path) -> str:
+    """Write a model of the first layers of a GGUF file, with all that the file says of text: a
+    quick one, from which nobody expects words. Returns its path."""
+    whole, kept, infos, offset = model.read_bytes(), [], b"", 0
+    tensors = read_header(model).tensors().values()
+    for tensor in tensors:
+        _, layer, *_ = [*tensor.name.split("."), "-"]
+        if not tensor.name.startswith("blk.") or int(layer) < count:
+            dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
+            infos += _text(tensor.name) + dims + struct.pack("<IQ", tensor.type, offset)
+            data = whole[tensor.offset : tensor.offset + tensor.nbytes]
+            kept.append(data + bytes(-len(data) % gguf.GGUF_DEFAULT_ALIGNMENT))
+            offset += len(kept[-1])
+    metadata = whole[16 : whole.index(_text(next(iter(tensors)).name))]
+    layers = _text("llama.block_count") + struct.pack("<I", gguf.GGUFValueType.UINT32)
+    at = metadata.index(layers) + len(layers)
+    metadata = metadata[:at] + struct.pack("<I", count) + metadata[at + 4 :]
+    head = whole[:8] + struct.pack("<Q", len(kept)) + metadata + infos
+    path.write_bytes(head + bytes(-len(head) % gguf.GGUF_DEFAULT_ALIGNMENT) + b"".join(kept))
+    return str(path)
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
