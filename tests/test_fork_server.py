@@ -13,6 +13,7 @@ import execnet
 import msgspec
 import psutil
 import pytest
+from fork_server import ForkServer
 from waits import PATIENCE_S, wait_until
 
 from diptych_protocol import EngineConfig
@@ -63,3 +64,14 @@ def test_a_worker_of_pytest_is_one_and_starts_programs_as_tests_do() -> None:
     gateway = group.makegateway("popen")
     assert gateway.remote_exec(OF_A_WORKER).receive() == [True, os.getpid(), run(["--help"])[1]]
     group.terminate(timeout=PATIENCE_S)
+
+
+def test_where_the_server_ends_programs_start_as_usual(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = ForkServer(imported=["no_such_module"])
+    monkeypatch.setattr(subprocess, "_fork_exec", server.fork_exec)
+    for _ in range(2):
+        subprocess.run([sys.executable, "-m", "pytest", "--version"], check=True)
+    server.close()
+    assert "No module named 'no_such_module'" in capfd.readouterr().err

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -136,9 +137,7 @@ class ForkServer:
     def fork_exec(self, args: Any, *rest: Any) -> int:
         """As `subprocess._fork_exec`, with which it is called: returns the new process's id."""
         start = self._start_of(list(map(os.fsdecode, args)), *rest)
-        if start is None:
-            return int(self._exec(args, *rest))
-        return self._ask(*start)
+        return (start and self._ask(*start)) or int(self._exec(args, *rest))
 
     def _start_of(
         self, args: list[str], executables: Any, close_fds: bool, keep: tuple[int, ...], cwd: Any,
@@ -173,7 +172,9 @@ class ForkServer:
         return start, [*given, *passed]
 
     def _ask(self, start: Start, descriptors: list[int]) -> int:
-        with self._lock:
+        """The new process's id; 0 if the server has ended, as it does, and says why, where it
+        cannot import what it should."""
+        with self._lock, contextlib.suppress(ConnectionError):
             if self._socket is None:
                 self._socket = self._start_server(start.module == WORKER)
             _subreaper(True)
@@ -181,9 +182,10 @@ class ForkServer:
                 sent = array.array("i", descriptors)
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)]
                 self._socket.sendmsg([json.dumps(start).encode()], rights)
-                return int(self._socket.recv(32))
+                return int(self._socket.recv(32) or 0)
             finally:
                 _subreaper(False)
+        return 0
 
     def _start_server(self, of_workers: bool) -> socket.socket:
         also = [x for x in READ_BY_TESTS if of_workers and find_spec(x.partition(".")[0])]

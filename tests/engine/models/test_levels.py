@@ -97,9 +97,9 @@ def test_activations_of_8_bits_are_used_where_the_processor_multiplies_bytes(
 
 
 def test_activations_of_8_bits_do_nothing_where_no_weights_are_packed(
-    smollm2: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    core = make_core(smollm2, weight_packing="none", max_model_len=64, activations="q8")
+    core = make_core(weight_packing="none", max_model_len=64, activations="q8")
     core.close()
     assert "it needs packed weights of 4 to 8 bits" in caplog.text
 
