@@ -212,9 +212,9 @@ def is_at_rest(state: State) -> bool:
     ("size", "requests", "controls"),
     [
         (3, (0, 1, 1), ()),
-        (3, (2, 1, 0), ()),
+        pytest.param(3, (2, 1, 0), (), marks=pytest.mark.slow),
         (3, (1,), (PAUSE,)),
-        (2, (0, 1), (PAUSE, RESUME)),
+        pytest.param(2, (0, 1), (PAUSE, RESUME), marks=pytest.mark.slow),
         (2, (), (PAUSE, RESUME, PAUSE)),
     ],
 )

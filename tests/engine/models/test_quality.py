@@ -60,7 +60,9 @@ def divergence(actual: Tensor, expected: Tensor) -> float:
     return float((expected.exp() * (expected - actual)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("last", [0, 4], ids=["prompt", "generated"])
+@pytest.mark.parametrize(
+    "last", [pytest.param(0, marks=pytest.mark.slow, id="prompt"), pytest.param(4, id="generated")]
+)
 def test_chats_keep_the_logits_of_float32(
     compiled_level: CpuLevel,
     source: ModelSource,
