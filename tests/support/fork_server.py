@@ -70,7 +70,8 @@ WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 """What a worker of pytest-xdist executes."""
 READ_BY_TESTS = (
     *("pytest_asyncio", "hypothesis", "openai", "transformers", "kubernetes.dynamic", "jsonschema"),
-    *("aiohttp", "httpx", "PIL.Image", "yaml"),
+    *("transformers.models", "numba", "triton", "kopf", "diptych_operator.__main__", "celpy"),
+    *("playwright.sync_api", "nbclient", "aiohttp", "httpx", "PIL.Image", "yaml"),
 )
 """The modules that a server of workers has imported, too, where they are installed."""
 STARTERS = ("diptych_engine", "diptych.main", "pytest", WORKER)
