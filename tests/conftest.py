@@ -180,9 +180,9 @@ def _draw_levels(items: list[pytest.Item]) -> None:
 
 
 def _draw_cases(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked `one_in(n, *names)`, `make test` runs that part, and
-    some case of each value of the parameters that are named; `make test-slow` runs the others. They
-    are drawn by their names."""
+    """`make test` runs a part of the cases of a test that is marked `one_in(n, *names)`, with each
+    value of the parameters that are named; `make test-slow` runs the others. They are drawn by
+    their names."""
     by_test: dict[str, list[pytest.Function]] = {}
     for item in items:
         if item.get_closest_marker("one_in") and not item.get_closest_marker("slow"):

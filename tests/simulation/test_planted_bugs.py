@@ -323,6 +323,7 @@ SLOW = {
 """Those that take most schedules to find."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "plant",
     [pytest.param(plant, marks=pytest.mark.slow if plant in SLOW else ()) for plant in PLANTS],
