@@ -22,7 +22,7 @@ from diptych_operator.api.route import ROUTE_KIND
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND
 from diptych_operator.arguments import images, parser
-from diptych_operator.kube.client import Kube
+from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import (
     HTTP_ROUTE_API,
     HTTP_ROUTE_KIND,
@@ -55,6 +55,13 @@ END_S = 5.0
 """How long the process waits at the end for the leader's tasks before it leaves them behind."""
 LOOK_S = 5.0
 """How often the operator checks that the CRD exists and that the watches still get answers."""
+FURTHER = (
+    (API_VERSION, SCALER_KIND), (API_VERSION, ROUTE_KIND), (SET_API, SET_KIND),
+    (POOL_API, POOL_KIND), (HTTP_ROUTE_API, HTTP_ROUTE_KIND),
+)  # fmt: skip
+"""Kinds that it watches where the cluster has them."""
+FURTHER_S = 300.0
+"""How often it looks whether one that was missing is there: messages say five minutes."""
 BATCH_S = 0.2
 """Events of one service that arrive within this time cause one pass."""
 
@@ -85,6 +92,8 @@ class Leader:
     ) -> None:
         self._kube, self._metrics, self._args, self._stop = kube, metrics, args, stop
         self._alive = WatchLiveness()
+        self._further: set[str] = set()
+        """Those of `FURTHER` that are watched."""
         self._queue: WorkQueue[ServiceKey] | None = None
         metrics.watch_gauge(
             "queue_length",
@@ -139,6 +148,7 @@ class Leader:
             tasks: tuple[asyncio.Task[Any], ...] = (
                 asyncio.create_task(work(), name="work queue"),
                 asyncio.create_task(self._end_when_deaf(), name="liveness"),
+                asyncio.create_task(self._end_when_more_is_served(), name="further kinds"),
                 asyncio.create_task(
                     watch(handlers, settings(cluster), self._args, self._stop), name="watches"
                 ),
@@ -168,21 +178,32 @@ class Leader:
                 await asyncio.wait_for(self._stop.wait(), LOOK_S)
                 return None
         self._alive.hindrance = ""
-        gateways = [
-            await self._kube.can_list(api, kind, self._args.namespaces)
-            for api, kind in ((POOL_API, POOL_KIND), (HTTP_ROUTE_API, HTTP_ROUTE_KIND))
-        ]
+        self._further = {kind for api, kind in FURTHER if await self._watchable(api, kind)}
         return read_cluster(
             *await self._kube.version(),
             await self._kube.group_versions(),
             self._args.release.partition("/")[0],
-            has_pool_scalers=await self._kube.can_list(
-                API_VERSION, SCALER_KIND, self._args.namespaces
-            ),
-            has_gateways=all(gateways),
-            has_routes=await self._kube.can_list(API_VERSION, ROUTE_KIND, self._args.namespaces),
-            has_sets=await self._kube.can_list(SET_API, SET_KIND, self._args.namespaces),
+            has_pool_scalers=SCALER_KIND in self._further,
+            has_gateways={POOL_KIND, HTTP_ROUTE_KIND} <= self._further,
+            has_routes=ROUTE_KIND in self._further,
+            has_sets=SET_KIND in self._further,
         )
+
+    async def _watchable(self, api: str, kind: str) -> bool:
+        return await self._kube.can_list(api, kind, self._args.namespaces)
+
+    async def _end_when_more_is_served(self) -> None:
+        """Raises `DiptychError` once a kind can be watched that could not: the next life of the
+        process watches it."""
+        while True:
+            await asyncio.sleep(FURTHER_S)
+            found = set[str]()
+            with contextlib.suppress(ApiError):
+                for api, kind in FURTHER:
+                    if kind not in self._further and await self._watchable(api, kind):
+                        found.add(kind)
+            if found:
+                raise DiptychError(f"{' and '.join(sorted(found))} can be watched: begin anew")
 
     def _has_request(self, key: ServiceKey) -> None:
         if self._queue is not None:

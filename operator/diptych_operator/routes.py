@@ -12,7 +12,13 @@ import msgspec
 from diptych_operator.api.base import Raw, ServiceKey, SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
-from diptych_operator.api.names import HTTP_PORT, ROUTE_SUFFIX, object_name
+from diptych_operator.api.names import (
+    HTTP_PORT,
+    ROLE_LABEL,
+    ROUTE_SUFFIX,
+    TLS_VOLUME,
+    object_name,
+)
 from diptych_operator.api.parse import parse_route
 from diptych_operator.api.route import ModelRoute, RouteStatus
 from diptych_operator.api.status import MAX_MESSAGE, Condition, ConditionStatus
@@ -21,8 +27,10 @@ from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.indexed import Indexed
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
+from diptych_operator.kube.watch import is_ready
 from diptych_operator.referents import Referents
 from diptych_operator.render.route import Served, route_objects
+from diptych_operator.service_snapshot import label
 from diptych_operator.status.conditions import MAX_PART
 from diptych_operator.status.diagnose import diagnose, shorten
 from diptych_operator.status.observed import Observed, foreign, observe
@@ -96,13 +104,23 @@ class Routes:
         """The services that are there, by their names."""
         found = {}
         for name in route.services:
-            raw = self._watched.service((route.metadata.namespace, name))
+            key = route.metadata.namespace, name
+            raw = self._watched.service(key)
             if raw is not None:
                 spec: dict[str, Any] = raw["spec"]
-                tls = (spec.get("router") or {}).get("tls") or {}
+                tls = ((spec.get("router") or {}).get("tls") or {}).get("secretName", "")
                 model = spec["model"].get("servedName") or name
-                found[name] = Served(model, tls.get("secretName", ""))
+                # The one that is asked for may never come, where its Secret is not there.
+                shown = {_certificate_of(pod, tls) for pod in self._routers(key)}
+                found[name] = Served(model, tls if tls in shown or not shown else min(shown))
         return found
+
+    def _routers(self, service: ServiceKey) -> Iterator[Raw]:
+        """The pods that its Service leads to."""
+        for pod in self._watched.pods(service):
+            leaves = "deletionTimestamp" in pod["metadata"]
+            if label(pod, ROLE_LABEL) == "router" and is_ready(pod) and not leaves:
+                yield pod
 
     async def _why_not_ready(
         self, route: ModelRoute, live: Iterable[ChildId], observed: Observed, *, lags: bool
@@ -173,6 +191,14 @@ class Routes:
         if new != old:
             log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], reason, message)
             await self._kube.apply_status(raw, new)
+
+
+def _certificate_of(router: Raw, asked: str) -> str:
+    """The Secret of the certificate that a ready router has; empty if it serves HTTP."""
+    for volume in router["spec"]["volumes"]:
+        if volume["name"] == TLS_VOLUME:
+            return str((volume.get("secret") or {}).get("secretName", asked))
+    return ""
 
 
 def _differences(route: ModelRoute, name: str, router: Raw) -> Iterator[tuple[str, str]]:

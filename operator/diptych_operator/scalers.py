@@ -132,7 +132,7 @@ class PoolScalers:
             return Problem(
                 "PoolScalerUnavailable",
                 f"{_KEEPS_ITS_SIZE}: the cluster has no PoolScalers, or the operator may not watch "
-                "them; apply the chart or crds/ of this version, then restart the operator",
+                "them; apply the chart or crds/ of this version, and wait up to five minutes",
             )
         try:
             for role in roles:

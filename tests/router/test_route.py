@@ -472,20 +472,40 @@ async def test_a_certificate_that_is_known_serves_past_its_last_day(tmp_path: Pa
         assert await route.ask() == 200
 
 
-async def test_requests_wait_until_route_and_service_have_a_changed_certificate(
+async def test_requests_wait_until_the_route_has_the_changed_certificate_of_a_service(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with secured(tmp_path, CERTIFICATES / "first") as route:
         route.knows((CERTIFICATES / "first" / "tls.crt").read_bytes())
         assert await route.ask() == 200
         new = CERTIFICATES / "second"
-        route.knows((new / "tls.crt").read_bytes())
-        asked = asyncio.create_task(route.ask())
-        done, _ = await asyncio.wait((asked,), timeout=0.5)
-        assert not done, "nobody else could answer"
         route.context.load_cert_chain(new / "tls.crt", new / "tls.key")
-        assert await asked == 200
+        asked = [asyncio.create_task(route.ask()) for _ in range(2)]
+        done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        assert [await each for each in done] == [200], "it took the connection that was there"
+        done, waiting = await asyncio.wait(waiting, timeout=0.5)
+        assert not done, "nobody else could answer"
+        route.knows((new / "tls.crt").read_bytes())
+        assert [await each for each in waiting] == [200]
         assert "cannot be reached" not in caplog.text
+
+
+async def test_a_service_that_keeps_its_former_certificate_is_known_by_it(tmp_path: Path) -> None:
+    """As where the new one of its Secret is not that of the key beside it."""
+    async with secured(tmp_path, CERTIFICATES / "first") as route:
+        route.knows((CERTIFICATES / "first" / "tls.crt").read_bytes())
+        assert await route.ask() == 200
+        new = CERTIFICATES / "second"
+        route.knows((new / "tls.crt").read_bytes())
+        asked = [asyncio.create_task(route.ask()) for _ in range(2)]
+        done, waiting = await asyncio.wait(asked, timeout=PATIENCE_S / 4)
+        assert ([await each for each in done], waiting) == ([200, 200], set())
+        (card,) = (await route.http.get("/v1/models")).json()["data"]
+        assert "max_model_len" in card, "it was asked"
+        route.context.load_cert_chain(new / "tls.crt", new / "tls.key")
+        assert await asyncio.gather(*(route.ask() for _ in range(9))) == [200] * 9
+        (known,) = route.proxy.certificates.values()
+        assert len(known.contexts) == 1, "the former is no longer trusted"
 
 
 async def test_a_page_of_another_site_may_not_use_a_route(route: Route) -> None:

@@ -97,9 +97,20 @@ class KnownCertificate:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._mark: Mark = ()
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        """For new connections; it trusts nobody before the file is there."""
+        self.shown: ssl.SSLContext | None = None
+        """The one that trusts what the service has shown last."""
+        self.contexts: tuple[ssl.SSLContext, ...] = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),)
+        """For new connections, the first to be tried first; they trust nobody before the file is
+        there. The last is the file's. One before it is what the service has shown until now: it
+        goes on with its former certificate where the new one is not its key's."""
         self.refresh()
+
+    def recognise(self, context: ssl.SSLContext) -> None:
+        """Take note of what the service has shown. What it had before the file's is over then."""
+        if context in self.contexts:
+            self.shown = context
+        if context is self.contexts[-1]:
+            self.contexts = (context,)
 
     def refresh(self) -> bool:
         """Read the file if it has changed; True if there is a new certificate. What cannot be read
@@ -109,10 +120,11 @@ class KnownCertificate:
             return False
         self._mark = seen
         try:
-            self.context = _trusting(self._file)
+            new = _trusting(self._file)
         except (OSError, ValueError) as exc:
             log.error("%s: %s; the former certificate is expected", self._file, exc)
             return False
+        self.contexts = (new,) if self.shown is None else (self.shown, new)
         return True
 
 

@@ -26,6 +26,8 @@ KEYS_LABEL = "diptych.dev/keys"
 """On Deployments: the Secret of the service that their pods hold."""
 KEYS_VOLUME = "keys"
 """The volume of that Secret."""
+TLS_VOLUME = "tls"
+"""The volume of the Secret of a router's, or a route's, certificate."""
 ZONE_LABEL = "topology.kubernetes.io/zone"
 """Kubernetes copies it from a node to the pods that it binds to the node, by default from version
 1.35 on (`PodTopologyLabelsAdmission`)."""

@@ -25,6 +25,7 @@ from diptych_operator.api.names import (
     MANAGED_BY_LABEL,
     ROUTE_SUFFIX,
     SERVICE_LABEL,
+    TLS_VOLUME,
 )
 from diptych_operator.api.route import ROUTE_KIND, ROUTE_PLURAL
 from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL
@@ -262,10 +263,11 @@ def trimmed(raw: dict[str, Any]) -> Raw:
     if raw["kind"] == SCALER_KIND:
         kept["spec"] = {"replicas": raw["spec"]["replicas"]}
     if raw["kind"] == "Pod":
-        # What it may wait for, and later only whose keys it has; see `status.references`.
-        spec = raw["spec"]
-        keys = [each for each in spec.get("volumes") or () if each.get("name") == KEYS_VOLUME]
-        kept["spec"] = {"volumes": keys} if _is_ready(raw) else spec
+        # What it may wait for, and later only whose keys and certificate it has; see
+        # `status.references`.
+        spec, lasting = raw["spec"], (KEYS_VOLUME, TLS_VOLUME)
+        secrets = [each for each in spec.get("volumes") or () if each.get("name") in lasting]
+        kept["spec"] = {"volumes": secrets} if is_ready(raw) else spec
     if raw["kind"] in (*WORKLOADS, "DaemonSet", "Pod", SCALER_KIND, HTTP_ROUTE_KIND):
         kept["status"] = raw.get("status") or {}
     return kept
@@ -277,6 +279,6 @@ def _trimmed_role(role: Raw) -> Raw:
     return {"name": role["name"], "spec": own}
 
 
-def _is_ready(pod: Raw) -> bool:
+def is_ready(pod: Raw) -> bool:
     conditions = (pod.get("status") or {}).get("conditions") or ()
     return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)

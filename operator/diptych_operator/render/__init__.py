@@ -44,7 +44,7 @@ class NoSetsError(SpecError):
         super().__init__(
             "spec.workload",
             f"the cluster has no {SET_API} {SET_KIND}, or the operator may not watch them; install "
-            "LeaderWorkerSet with its CRDs, then restart the operator, or set Deployment",
+            "LeaderWorkerSet with its CRDs, and wait up to five minutes, or set Deployment",
         )
 
 

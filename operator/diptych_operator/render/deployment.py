@@ -22,6 +22,7 @@ from diptych_operator.api.names import (
     REVISION_LABEL,
     SERVING_DIR,
     TLS_DIR,
+    TLS_VOLUME,
     ZONE_LABEL,
     Owner,
     Part,
@@ -116,7 +117,7 @@ def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
         "keys": KEYS_DIR,
         "serving": SERVING_DIR,
         "api-keys": API_KEYS_DIR,
-        "tls": TLS_DIR,
+        TLS_VOLUME: TLS_DIR,
         "certificates": CERTIFICATES_DIR,
     }
     mounts = {

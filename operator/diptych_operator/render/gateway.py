@@ -57,7 +57,7 @@ def why_not_exposed(service: InferenceService, has_gateways: bool, route: Raw | 
         return (
             f"the cluster has no {HTTP_ROUTE_API} {HTTP_ROUTE_KIND} or no {POOL_API} {POOL_KIND}, "
             "or the operator may not watch them; install the CRDs of the Gateway API and of its "
-            "inference extension, then restart the operator"
+            "inference extension, and wait up to five minutes"
         )
     if service.spec.router.tls is not None:
         return (

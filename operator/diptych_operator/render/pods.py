@@ -23,6 +23,7 @@ from diptych_operator.api.names import (
     SERVING_DIR,
     SERVING_FILE,
     TLS_DIR,
+    TLS_VOLUME,
     dns_target,
     engine_ports,
     object_name,
@@ -222,7 +223,7 @@ def door_arguments(part: Router | RouteSpec) -> list[str]:
 def door_volumes(part: Router | RouteSpec) -> list[dict[str, Any]]:
     return [
         {"name": name, "secret": {"secretName": source.secret_name, "defaultMode": 0o440}}
-        for name, source in (("api-keys", part.api_keys), ("tls", part.tls))
+        for name, source in (("api-keys", part.api_keys), (TLS_VOLUME, part.tls))
         if source is not None
     ]
 

@@ -244,19 +244,19 @@ class Reason(StrEnum):
         "PoolScalerUnavailable", Group.OPERATOR,
         "A pool is to be scaled from outside, but its PoolScaler cannot be kept. The pool keeps "
         "its size.",
-        "Apply the chart or crds/ of the operator's version, with its rights, and restart the "
-        "operator; or set autoscaling.by to Operator.",
+        "Apply the chart or crds/ of the operator's version, with its rights, or set "
+        "autoscaling.by to Operator.",
     )  # fmt: skip
     GATEWAY_UNAVAILABLE = (
         "GatewayUnavailable", Group.OPERATOR,
         "spec.expose.gateway leads no requests here.",
-        "Install the CRDs of the Gateway API and its inference extension, and restart the "
-        "operator; or do what the message says.",
+        "Install the CRDs of the Gateway API and its inference extension, or do what the message "
+        "says.",
     )  # fmt: skip
     SET_UNAVAILABLE = (
         "DisaggregatedSetUnavailable", Group.OPERATOR,
         "The cluster lacks what spec.workload asks for.",
-        "Install LeaderWorkerSet, and restart the operator.",
+        "Install LeaderWorkerSet.",
     )  # fmt: skip
     OPERATOR_PROBLEM = (
         "OperatorProblem", Group.OPERATOR, "The operator could not do its work; it tries again.",

@@ -13,7 +13,8 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -98,8 +99,6 @@ class Proxy:
             if target.certificate
         }
         """Those of services that serve HTTPS, by their addresses."""
-        self._recognised: set[str] = set()
-        """The addresses of those that have shown the right one."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=SILENCE_S, total=None),
@@ -188,15 +187,30 @@ class Proxy:
     ) -> Response | None:
         """Ask one service, and send its answer on. Returns one that was read whole and not sent,
         because it may leave the request to another service."""
+        *others, last = self._trusted(target)
+        for trusted in others:
+            with suppress(aiohttp.ClientConnectorCertificateError):
+                return await self._ask_trusting(trusted, scope, fields, target, send)
+        return await self._ask_trusting(last, scope, fields, target, send)
+
+    async def _ask_trusting(
+        self,
+        trusted: ssl.SSLContext | bool,
+        scope: Scope,
+        fields: dict[str, msgspec.Raw],
+        target: RouteTarget,
+        send: Send,
+    ) -> Response | None:
         exchange = exchange_of(scope)
         async with self._session.post(
             f"{target.url}{scope['path']}",
             data=io.BytesIO(_renamed(exchange.body, fields, target)),  # is written in parts
             headers=_asked(scope, exchange),
             allow_redirects=False,
-            ssl=self._trusted(target),
+            ssl=trusted,
         ) as answer:
-            self._recognised.add(target.url)
+            if isinstance(trusted, ssl.SSLContext):
+                self.certificates[target.url].recognise(trusted)
             if answer.status in REFUSALS or answer.status == 400:
                 short = Response(await _beginning(answer), answer.status)
                 kept = (each for each in _answered(answer) if each[0] != b"content-length")
@@ -208,17 +222,18 @@ class Proxy:
             await _pass_on(answer, part, exchange, send)
             return None
 
-    def _trusted(self, target: RouteTarget) -> ssl.SSLContext | bool:
-        """The argument `ssl` of aiohttp."""
+    def _trusted(self, target: RouteTarget) -> Sequence[ssl.SSLContext | bool]:
+        """What may be the argument `ssl` of aiohttp, in turn."""
         known = self.certificates.get(target.url)
-        return True if known is None else known.context
+        return (True,) if known is None else known.contexts
 
     def _is_rotating(self, target: RouteTarget, exc: Exception, began: float) -> bool:
         """Whether a service that was known shows another certificate: this pod and its own get a
         changed one at different times. began: when the request came, by the monotonic clock."""
         differs = isinstance(exc, aiohttp.ClientConnectorCertificateError)
-        known = target.url in self._recognised
-        return differs and known and time.monotonic() - began < ROTATION_S
+        known = self.certificates.get(target.url)
+        was_shown = known is not None and known.shown is not None
+        return differs and was_shown and time.monotonic() - began < ROTATION_S
 
     def _count(self, targets: Targets, target: RouteTarget, outcome: str) -> None:
         self._requests.labels(targets.name, target.service, outcome).inc()
@@ -245,11 +260,11 @@ class Proxy:
     async def _card(self, targets: Targets, headers: list[tuple[str, str]]) -> dict[str, Any]:
         """What the first service that answers says of the model; empty if none does."""
         limit = aiohttp.ClientTimeout(total=CARDS_S)
-        for target in targets.all:
+        for target, trusted in ((t, trusted) for t in targets.all for trusted in self._trusted(t)):
             url = f"{target.url}/v1/models/{quote(target.model)}"
             try:
                 async with self._session.get(
-                    url, headers=headers, timeout=limit, ssl=self._trusted(target)
+                    url, headers=headers, timeout=limit, ssl=trusted
                 ) as answer:
                     if answer.status == 200:
                         return msgspec.json.decode(await _beginning(answer), type=dict[str, Any])

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from aiohttp import web
 from cluster_kit.operators import Operator
 from cluster_kit.reconciling import KEY, Object, Store, one_pass, serving
 from cluster_kit.small_api import serving_api
+from kubernetes.aio import client
 from waits import PATIENCE_S
 
+from diptych_operator.__main__ import Leader
+from diptych_operator.arguments import parser
+from diptych_operator.kube.client import Kube
 from diptych_operator.kube.leader import (
     LEASE_NAME,
     RELEASE_ANNOTATION,
@@ -28,6 +33,8 @@ from diptych_operator.kube.leader import (
     leases_of,
 )
 from diptych_operator.kube.rivals import LONG_AGO_S, LOOK_S
+from diptych_operator.metrics import OperatorMetrics
+from diptych_protocol import DiptychError
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/ns/leases"
 
@@ -82,6 +89,25 @@ async def test_a_leader_waits_for_its_crd_serves_and_ends_when_it_can_no_longer_
             assert lease["spec"]["holderIdentity"] == "", "another may take over at once"
         finally:
             end(operator)
+
+
+async def test_a_kind_whose_crd_comes_later_is_watched_in_the_next_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else tells of a ModelRoute that nobody watches: it has no status."""
+    monkeypatch.setattr("diptych_operator.__main__.FURTHER_S", 0.1)
+    async with serving_api(tmp_path) as (api, kubeconfig):
+        api.serves_crd, api.missing = True, {"modelroutes"}
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))  # for the watches
+        (cluster,) = yaml.safe_load(kubeconfig.read_text())["clusters"]
+        server = client.ApiClient(client.Configuration(host=cluster["cluster"]["server"]))
+        async with Kube(server) as kube, asyncio.timeout(PATIENCE_S):
+            leader = Leader(kube, OperatorMetrics(), parser().parse_args([]), asyncio.Event())
+            leading = asyncio.create_task(leader.operate(["ns"]))
+            await api.crd_is_watched.wait()
+            api.missing.clear()
+            with pytest.raises(DiptychError, match="ModelRoute can be watched"):
+                await leading
 
 
 async def test_a_second_installation_serves_nothing_and_says_so_in_three_places(

@@ -44,7 +44,7 @@ def test_a_route_and_a_pool_are_kept_by_an_operator_that_may(
         ):
             message = namespace.degraded("svc", "GatewayUnavailable")
             assert "inference.networking.k8s.io/v1" in message
-            assert "restart the operator" in message
+            assert "install the CRDs" in message
             until("all else goes on", lambda: namespace.get("Deployment", "svc-router"))
         with running(operator(folder / "after")):
             route = until("a route", lambda: namespace.get(HTTP_ROUTE_KIND, "svc-router"))

@@ -308,7 +308,7 @@ def test_without_the_right_to_scalers_all_else_works_and_who_needs_them_is_told(
             cluster.serve("needs", external(least=2))
             cluster.serve("does-not", {"replicas": 1})
             message = namespace.degraded("needs", "PoolScalerUnavailable")
-            assert "restart the operator" in message
+            assert "apply the chart" in message
             cluster.has_pods_wanted("needs", "prefill", 2)
             cluster.has_pods_wanted("does-not", "prefill", 1)
             until("the other has a status", lambda: namespace.condition("does-not", "Degraded"))

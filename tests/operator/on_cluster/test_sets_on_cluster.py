@@ -118,4 +118,4 @@ def test_an_operator_that_may_not_watch_them_says_what_to_do(
     operator = Operator(tmp_path / "log", identity.arguments, identity.kubeconfig)
     with without_rights(namespace, "disaggregatedsets"), running(operator):
         message = namespace.degraded("denied", "DisaggregatedSetUnavailable")
-        assert "restart the operator" in message
+        assert "install LeaderWorkerSet" in message

@@ -11,6 +11,7 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals
+from diptych_operator.kube.watch import trimmed
 from diptych_operator.routes import Routes
 
 Object = dict[str, Any]
@@ -35,6 +36,8 @@ class Watched(Store):
         self.services = services
         self.states = states or {}
         """What else is there of services than their specs."""
+        self.routers: dict[str, list[Object]] = {}
+        """The pods of services' routers."""
         asked = [{"name": name, "weight": 1} for name in ("a", "b")]
         self.wanted = {"models": [{"name": "m", "services": asked}], **spec}
 
@@ -57,6 +60,9 @@ class Watched(Store):
     def children(self, key: tuple[str, str]) -> list[Object]:
         unseen = ("Event", "ModelRoute")
         return [obj for obj in self.objects.values() if obj["kind"] not in unseen]
+
+    def pods(self, key: tuple[str, str]) -> list[Object]:
+        return self.pods_here if key == KEY else self.routers.get(key[1], [])
 
     def ready(self) -> tuple[str, str]:
         status = self.route(KEY)["status"]
@@ -226,6 +232,50 @@ async def test_a_service_that_serves_https_is_asked_so() -> None:
     (config,) = (obj for obj in store.objects.values() if obj["kind"] == "ConfigMap")
     (model,) = yaml.safe_load(config["data"]["route.json"])["models"]
     assert [each["url"].partition(":")[0] for each in model["targets"]] == ["https", "http"]
+
+
+async def test_a_service_is_asked_as_its_routers_serve_until_one_serves_as_its_spec_asks() -> None:
+    """A Secret that is not there keeps new routers from starting: those that are there serve on."""
+    store = Watched({"a": {"router": {"tls": {"secretName": "new"}}}, "b": {}})
+
+    def known() -> tuple[str, list[str]]:
+        (config,) = (obj for obj in store.objects.values() if obj["kind"] == "ConfigMap")
+        (deployment,) = store.deployments()
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        sources = [s for v in volumes if "projected" in v for s in v["projected"]["sources"]]
+        (model,) = yaml.safe_load(config["data"]["route.json"])["models"]
+        scheme = model["targets"][0]["url"].partition(":")[0]
+        return scheme, [source["secret"]["name"] for source in sources]
+
+    http, former, new = router_pod(), router_pod("former"), router_pod("new")
+    leaving = new | {"metadata": new["metadata"] | {"deletionTimestamp": "2026-11-30T00:00:00Z"}}
+    for pods, expected in (
+        ([], ("https", ["new"])),
+        ([http], ("http", [])),
+        ([http, new], ("https", ["new"])),
+        ([former, leaving], ("https", ["former"])),
+        ([former, router_pod("new", ready="False")], ("https", ["former"])),
+    ):
+        store.routers = {"a": pods}
+        await passes(store)
+        assert known() == expected
+
+
+def router_pod(certificate: str = "", ready: str = "True") -> Object:
+    """A router of a service, as the watches keep it."""
+    volumes = [{"name": "tls", "secret": {"secretName": certificate}}] if certificate else []
+    meta = {"name": f"router-{certificate}", "namespace": "ns"}
+    return dict(
+        trimmed(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": meta | {"labels": {"diptych.dev/role": "router"}},
+                "spec": {"volumes": [{"name": "keys"}, *volumes], "containers": []},
+                "status": {"conditions": [{"type": "Ready", "status": ready}]},
+            }
+        )
+    )
 
 
 async def test_what_cannot_be_rendered_is_reported_with_its_field() -> None:

@@ -109,7 +109,7 @@ def route(**conditions: str) -> Raw:
         (service(), True, route(Accepted="True", ResolvedRefs="True"), ""),
         (service(), True, route(Accepted="True", ResolvedRefs="False"), "front says Because: of"),
         (service(), True, route(Accepted="False"), "correct the Gateway or the spec"),
-        (service(), False, None, "restart the operator"),
+        (service(), False, None, "install the CRDs"),
         (service(router={"tls": {"secretName": "x"}}), True, None, "leave spec.router.tls out"),
         (service(None), False, None, ""),
     ],

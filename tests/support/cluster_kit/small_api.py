@@ -32,6 +32,8 @@ class SmallApi:
     def __init__(self) -> None:
         self.store = Store()
         self.serves_crd = False
+        self.missing: set[str] = set()
+        """Plurals of ours whose CRD is not there."""
         self._crd_went = asyncio.Event()
         self.crd_is_watched = asyncio.Event()
 
@@ -59,7 +61,7 @@ class SmallApi:
         if path in self._served():
             return web.json_response({"resources": [_resource(n) for n in RESOURCES[path]]})
         version = next((v for v in RESOURCES if path.startswith(v)), "")
-        if version not in self._served():
+        if version not in self._served() or path.rpartition("/")[2] in self.missing:
             return web.json_response({"reason": "NotFound"}, status=404)
         if request.method != "GET" or path.rpartition("/")[2] not in RESOURCES[version]:
             return await self.store.answer(request)
