@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from diptych_operator.status.observed import Observed, PodView, deployment_view
 from diptych_operator.upgrades import Rendered
 
 _ROUTER_KEYS = (CURRENT_KEYS_ANNOTATION, PREVIOUS_KEYS_ANNOTATION)
+_KEY_SET = re.compile("[-a-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class ServiceSnapshot:
         """All key sets of which the cluster has any trace."""
         found = {self.keys.current, self.keys.previous, *_ready_by_keys(self.children.values())}
         for raw in self.deployments(""):
-            found |= {annotation(raw, name) for name in _ROUTER_KEYS}
+            found |= set(_keys_of(raw))
         return found - {""}
 
     def routers_lack_keys(self) -> bool:
@@ -166,12 +168,20 @@ def key_sets(wanted: str, deployments: Sequence[Raw]) -> KeySets:
     after the rotation has ended, because removing them would replace every router once more.
     """
     router = next((raw for raw in deployments if label(raw, ROLE_LABEL) == "router"), None)
-    current, previous = (annotation(router, name) if router else "" for name in _ROUTER_KEYS)
+    current, previous = _keys_of(router) if router else ("", "")
     if current != wanted:
         held = _ready_by_keys(deployments)
         held.pop(wanted, None)
         previous = max(held, key=lambda keys: (held[keys], keys == current, keys), default=current)
     return KeySets(wanted, previous if previous != wanted else "")
+
+
+def _keys_of(router: Raw) -> tuple[str, str]:
+    """The current and the previous key set of routers; empty for what somebody wrote there that is
+    no name of one, and so might be part of a path to another object."""
+    found = (_KEY_SET.fullmatch(annotation(router, name)) for name in _ROUTER_KEYS)
+    current, previous = (name.group() if name else "" for name in found)
+    return current, previous
 
 
 def keys_in_pods(deployments: Iterable[Raw], pods: Iterable[PodView]) -> set[str]:

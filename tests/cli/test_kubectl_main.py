@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import ssl
 import subprocess
 import sys
 import threading
@@ -130,6 +131,21 @@ def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
     result = run("status", "--kubeconfig", file)
     assert result.exit_code == 2
     assert "the API server http://127.0.0.1:9 does not answer: " in result.stderr
+
+
+def test_a_server_whose_certificate_is_not_trusted_is_named(tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    folder = Path(__file__).parents[1] / "support" / "certificates" / "second"
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_port}"
+        result = run("plan", "--kubeconfig", kubeconfig(tmp_path, url))
+        server.shutdown()
+    assert result.exit_code == 2, "1 would say that something is pending"
+    assert f"the API server {url} does not answer: " in result.stderr
+    assert "certificate verify failed" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

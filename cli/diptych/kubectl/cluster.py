@@ -223,6 +223,7 @@ class Cluster:
 
     def _request(self, path: str, query: Mapping[str, str], accept: str) -> bytes:
         import urllib3
+        from kubernetes.client import ApiException
 
         host = self._api.configuration.host
         headers = {"Accept": accept}
@@ -231,7 +232,8 @@ class Cluster:
         try:
             answer = self._api.call_api("GET", url, headers, _request_timeout=TIMEOUT_S)
             data: bytes = answer.read()
-        except urllib3.exceptions.HTTPError as exc:
+        # The latter where the server's certificate is not trusted.
+        except (urllib3.exceptions.HTTPError, ApiException) as exc:
             raise ClusterError(f"the API server {host} does not answer: {_cause(exc)}") from exc
         if answer.status >= 400:
             raise ClusterError(refusal(answer.status, data, path), answer.status)

@@ -126,6 +126,11 @@ def test_a_first_install_has_one_set() -> None:
     assert key_sets(A, []) == KeySets(A)
 
 
+def test_what_somebody_wrote_for_keys_of_routers_leads_to_no_other_object() -> None:
+    assert key_sets(A, [routers(A, "../../secrets/x")]) == KeySets(A)
+    assert key_sets(A, [routers("..", B)]) == KeySets(A)
+
+
 @each(
     ("wanted", "deployments", "expected"),
     [
