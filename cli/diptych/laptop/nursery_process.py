@@ -34,6 +34,8 @@ from diptych_frontend.program import PROGRAMS, become
 from diptych_protocol.threads import resolve_struct_types
 
 ROUTER: Final = "diptych_router"
+SHARED: Final = ("diptych_engine.pod", "numpy")
+"""What routers and engines import."""
 READ_LATER: Final = ("DIPTYCH_", "NODE_", "POD_")
 """How variables begin that no import reads. A pod that has others is started by an `execve`."""
 MAX_ORDER_BYTES: Final = 1 << 17
@@ -44,8 +46,9 @@ def main(others: socket.socket, engines: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a leash
     start_lean()
     resolve_struct_types()
-    with contextlib.suppress(Exception):
-        importlib.import_module("diptych_engine.pod")
+    for module in SHARED:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
     if os.fork():
         engines.close()
         _imported(ROUTER, "diptych_router.__main__")
