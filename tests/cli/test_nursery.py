@@ -110,7 +110,7 @@ def test_an_engine_forks_its_core(nursery: Nursery, tmp_path: Path) -> None:
     config = ("--config", str(tmp_path / "engine.json"), "--port", str(port))
     pod, ours = start(nursery, log, ENGINE, *config)
     with ours:
-        wait_until(lambda: "the engine core is ready" in log.read_text())
+        wait_until(lambda: "the engine can serve" in log.read_text())
         (core,) = pod.children()
         assert is_forked(core, CORE), core.cmdline()
         core.kill()

@@ -53,7 +53,7 @@ def test_a_core_imports_nothing_that_its_front_end_has_imported_before(
         pod = subprocess.Popen([*command, str(free_port())], stderr=output)
     wait_until(lambda: b"the engine core is ready" in log.read_bytes())
     pod.terminate()
-    assert pod.wait(PATIENCE_S) == 0
+    pod.wait(PATIENCE_S)
     imported = re.findall(r"^import time: .*\| +(\S+)$", log.read_text(), re.MULTILINE)
     for name in ("msgspec", "zmq", "diptych_protocol.wire", "torch.functional"):
         assert imported.count(name) == 1, name
