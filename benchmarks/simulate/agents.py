@@ -26,10 +26,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from diptych_engine.scheduling.stored_prefix import StoredPrefix
-
 from diptych_engine.scheduling.block_pool import BlockPool
-from diptych_engine.scheduling.request import LoadOrder, Request, StepResult
+from diptych_engine.scheduling.request import LoadOrder, Request, StepResult, StoredPrefix
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import SamplingParams
 
