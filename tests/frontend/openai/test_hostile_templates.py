@@ -54,8 +54,9 @@ def at_work() -> list[int]:
     found = []
     for pid in Path("/proc").glob("[0-9]*"):
         try:
-            parent = pid.joinpath("stat").read_text().rpartition(")")[2].split()[1]
-            command = pid.joinpath("cmdline").read_text().split("\0")
+            # Others' processes have names of any bytes.
+            parent = pid.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            command = pid.joinpath("cmdline").read_text(errors="replace").split("\0")
         except OSError:
             continue  # it has ended meanwhile
         if int(parent) == os.getpid() and MODULE in command and bounds in command:
