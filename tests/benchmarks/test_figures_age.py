@@ -43,6 +43,7 @@ ROOMS = {
     "sizes": MODELS,
     "startup": ENGINE,
     "streams": ROUTER,
+    "turns": (*ENGINE, *HANDOFF[:1]),
     "vllm_pd": ("vllm_connector",),
     "zones": SIMULATED,
 }
