@@ -401,6 +401,13 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    max_num_batched_tokens: int = 0
+    """The token budget of one step; 0: not known."""
+    enough_prompt_tokens: int = 0
+    """A step that holds so many prompt tokens begins no further prompt; 0: not known."""
+    processors_part: float = 0.0
+    """The part of their processors that a step computes on, where all engines of the service have
+    them in common; otherwise 0."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -481,6 +481,10 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     mean something else."""
     num_disk_blocks: int = 0
     """The most blocks that it keeps on disk, beside its `num_blocks`."""
+    max_num_batched_tokens: int = 0
+    """The token budget of one step; 0: not known."""
+    enough_prompt_tokens: int = 0
+    """A step that holds so many prompt tokens begins no further prompt; 0: not known."""
 
     @property
     def shown_name(self) -> str:

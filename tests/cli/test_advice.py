@@ -43,17 +43,23 @@ def answered(traffic: Traffic, rate: float, seed: int = 0, good: float = 1.0) ->
     ]  # fmt: skip
 
 
-def pool(role: str, engines: int) -> PoolLoad:
+def pool(role: str, engines: int, processors_part: float = 0.0) -> PoolLoad:
     return PoolLoad(
         role=role, engines=engines, step_s=0.005, prompt_token_s=1e-4, row_s=2e-4, move_s=0.005,
         move_token_s=1e-7, num_blocks=4000, block_size=16, max_num_seqs=32,
+        max_num_batched_tokens=512, processors_part=processors_part,
     )  # fmt: skip
 
 
 def report(
-    requests: list[PastRequest], prefill: int = 1, decode: int = 1, ttft_ms: int | None = 1000
+    requests: list[PastRequest],
+    prefill: int = 1,
+    decode: int = 1,
+    ttft_ms: int | None = 1000,
+    processors_part: float = 0.0,
 ) -> LoadReport:
-    pools = [pool("prefill", prefill)] * bool(prefill) + [pool("decode", decode)]
+    sizes = {"prefill": prefill, "decode": decode}
+    pools = [pool(role, size, processors_part) for role, size in sizes.items() if size]
     return LoadReport(
         policy="prefix_aware", disaggregate="always", ttft_ms=ttft_ms, inter_token_ms=None,
         pools=pools, requests=requests,
@@ -69,7 +75,8 @@ def test_more_pods_go_where_the_work_is(
     traffic: Traffic, rate: float, better: tuple[int, int], worse: tuple[int, int]
 ) -> None:
     service = ObservedService.of([report(answered(traffic, rate))], inter_token_ms=11.0)
-    good, bad = (simulate(service, ServiceShape(*each, "always")).kept for each in (better, worse))
+    shapes = (ServiceShape(*each, "always", 512) for each in (better, worse))
+    good, bad = (simulate(service, shape).kept for shape in shapes)
     assert good > bad + 0.1
 
 
@@ -91,6 +98,28 @@ def test_it_is_the_smallest_service_that_keeps_what_is_promised() -> None:
     fewer = [each for each in advice.tried if each.shape.pods < advice.best.shape.pods]
     assert advice.best.shape.pods == 1 or max(each.kept for each in fewer) < ENOUGH
     assert advice.best.shape.pods < 4
+
+
+def test_steps_are_as_short_as_the_gaps_that_are_promised() -> None:
+    """A step of 512 prompt tokens takes 56 ms, one of 128 takes 18."""
+    advice = advise(ObservedService.of([report(answered(READING, 5.0), 0, 2)], inter_token_ms=20.0))
+    assert advice.best.kept >= ENOUGH > advice.now.kept
+    assert advice.best.max_num_batched_tokens == 128
+
+
+def test_steps_stay_as_they_are_where_others_are_no_better() -> None:
+    service = ObservedService.of([report(answered(READING, 0.5), 2, 2)])
+    assert advise(service).best.max_num_batched_tokens == 512
+
+
+def test_more_engines_on_the_same_processors_do_not_keep_more() -> None:
+    requests = answered(WRITING, 12.0)
+    apart, together = (
+        ObservedService.of([report(requests, processors_part=part)], inter_token_ms=11.0)
+        for part in (0.0, 1.0)
+    )
+    more = ServiceShape(1, 2, "always", 512)
+    assert simulate(apart, more).kept > simulate(together, more).kept + 0.1
 
 
 def test_a_prefix_that_engines_had_is_not_computed_again() -> None:
@@ -158,7 +187,8 @@ def test_a_question_that_cannot_be_answered_ends_with_two(monkeypatch: pytest.Mo
 
 
 def test_a_step_takes_what_engines_reported() -> None:
-    plan = ObservedService.of([report(answered(READING, 1.0))]).plan(ServiceShape(1, 1, "always"))
+    service = ObservedService.of([report(answered(READING, 1.0))])
+    plan = service.plan(service.shape)
     chunk, rows = StepShape(tokens=500, sampled=0), StepShape(tokens=8, sampled=8)
     assert plan.prefill.cost.seconds(chunk) == pytest.approx(0.005 + 500e-4)
     assert plan.decode.cost.seconds(rows) == pytest.approx(0.005 + 8 * 2e-4)

@@ -188,6 +188,8 @@ async def test_what_the_service_was_asked_is_told_without_words(service: Service
     known = msgspec.json.decode(answer.content, type=LoadReport)
     assert {pool.role: pool.engines for pool in known.pools} == {"prefill": 2, "decode": 1}
     assert all(0 < pool.step_s < 60 and pool.num_blocks > 0 for pool in known.pools)
+    assert all(0 < pool.enough_prompt_tokens <= pool.max_num_batched_tokens for pool in known.pools)
+    assert all(0 < pool.processors_part <= 1 for pool in known.pools)  # those of this machine
     newest = known.requests[0]
     assert newest.output_tokens == 4
     assert newest.first_token_s is not None

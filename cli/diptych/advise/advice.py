@@ -10,6 +10,7 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import msgspec
@@ -31,26 +32,32 @@ MOST_REQUESTS: Final = 1000
 """The newest count; more would take longer, and say little more."""
 MOST_SPLITS: Final = 8
 """How many divisions of one number of pods are tried, at most."""
+CHUNKS: Final = (0.25, 0.5, 2, 4)
+"""Token budgets of a step that are tried beside the present one, as parts of it."""
 TRUSTED: Final = 0.1
 """Predictions that are further than this from what happened are not advice."""
 
 
 class ServiceShape(NamedTuple):
-    """Pods of each kind, and whether a prompt is computed where it is decoded."""
+    """Pods of each kind, whether a prompt is computed where it is decoded, and in which pieces."""
 
     prefill: int
     """0: one pool, whose engines do everything."""
     decode: int
     disaggregate: Disaggregate
+    max_num_batched_tokens: int
+    """0: engines did not say."""
 
     @property
     def pods(self) -> int:
         return self.prefill + self.decode
 
     def __str__(self) -> str:
-        if not self.prefill:
-            return f"{self.decode} in one pool"
-        return f"{self.prefill} prefill, {self.decode} decode, disaggregate {self.disaggregate}"
+        pods = f"{self.decode} in one pool"
+        if self.prefill:
+            pods = f"{self.prefill} prefill, {self.decode} decode, disaggregate {self.disaggregate}"
+        tokens = self.max_num_batched_tokens
+        return f"{pods}, at most {tokens} tokens a step" if tokens else pods
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -59,6 +66,7 @@ class Prediction(msgspec.Struct, frozen=True):
     prefill: int
     decode: int
     disaggregate: Disaggregate
+    max_num_batched_tokens: int
     kept: float
     """Part of the requests, 0 to 1, that would have got all that is promised."""
     ttft_ms: dict[str, float]
@@ -66,7 +74,9 @@ class Prediction(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> ServiceShape:
-        return ServiceShape(self.prefill, self.decode, self.disaggregate)
+        return ServiceShape(
+            self.prefill, self.decode, self.disaggregate, self.max_num_batched_tokens
+        )
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -125,7 +135,8 @@ class ObservedService(NamedTuple):
         how: Disaggregate = msgspec.convert(
             first.disaggregate if prefill else "never", Disaggregate
         )
-        shape = ServiceShape(prefill, pools["decode"].engines, how)
+        decode = pools["decode"]
+        shape = ServiceShape(prefill, decode.engines, how, decode.max_num_batched_tokens)
         return cls(shape, pools, first.policy, past[-MOST_REQUESTS:], ttft_ms, gap_ms)
 
     @property
@@ -163,12 +174,24 @@ class ObservedService(NamedTuple):
         decode = self.pools["decode"]
         prefill = self.pools.get("prefill", decode)
         return SimulatedService(
-            SimulatedPool(shape.prefill, _cost(prefill), _limits(prefill)),
-            SimulatedPool(shape.decode, _cost(decode), _limits(decode)),
+            _pool(shape.prefill, prefill, shape),
+            _pool(shape.decode, decode, shape),
             Overheads(0.0, decode.move_s, decode.move_token_s),
+            one_machine=decode.processors_part > 0,
             policy=POLICIES[self.policy],
             disaggregate=shape.disaggregate,
         )
+
+
+def _pool(pods: int, of: PoolLoad, shape: ServiceShape) -> SimulatedPool:
+    """Who has processors in common with others waits for a part of their steps, as routers take
+    it, too."""
+    limits = EngineLimits(of.num_blocks, of.block_size, of.max_num_seqs)
+    if shape.max_num_batched_tokens:
+        limits = replace(limits, max_num_batched_tokens=shape.max_num_batched_tokens)
+    if 0 < of.enough_prompt_tokens < of.max_num_batched_tokens:
+        limits = replace(limits, enough_prompt_tokens=of.enough_prompt_tokens)
+    return SimulatedPool(pods, _cost(of), limits, slowdown=1.0 + of.processors_part)
 
 
 def _cost(pool: PoolLoad) -> StepCost:
@@ -179,19 +202,17 @@ def _cost(pool: PoolLoad) -> StepCost:
     return StepCost(knots, pool.row_s - each, 0.0, 0.0)
 
 
-def _limits(pool: PoolLoad) -> EngineLimits:
-    return EngineLimits(pool.num_blocks, pool.block_size, pool.max_num_seqs)
-
-
 def advise(
     service: ObservedService, tried: Callable[[Prediction], None] = lambda _: None
 ) -> Advice:
     """Return the fewest pods that keep what is promised, taking it that more pods keep more; where
-    no number up to twice the present one does, the shape that keeps most.
+    no number up to twice the present one does, the shape that keeps most. The size of steps is
+    chosen for the present pods, and again for those that were found.
 
     tried: hears of each shape that was simulated.
     """
     found: dict[ServiceShape, Prediction] = {}
+    present = service.shape
 
     def outcome(shape: ServiceShape) -> Prediction:
         if shape not in found:
@@ -199,15 +220,22 @@ def advise(
             tried(found[shape])
         return found[shape]
 
-    def best_of(pods: int) -> Prediction:
-        present = [service.shape] if pods == service.shape.pods else []
-        return max(map(outcome, [*present, *_shapes(service, pods)]), key=rank)
-
-    def rank(each: Prediction) -> tuple[float, bool, float]:
+    def rank(each: Prediction) -> tuple[float, bool, bool, float]:
         # What is as good as the present shape is no reason to change it.
-        return round(each.kept, 2), each.shape == service.shape, -each.ttft_ms.get("p90", math.inf)
+        same_steps = each.max_num_batched_tokens == present.max_num_batched_tokens
+        p90 = each.ttft_ms.get("p90", math.inf)
+        return round(each.kept, 2), each.shape == present, same_steps, -p90
 
-    now, counts = outcome(service.shape), range(1, 2 * service.shape.pods + 1)
+    def best_steps(shape: ServiceShape) -> ServiceShape:
+        return max(map(outcome, _step_sizes(service, shape)), key=rank).shape
+
+    now, counts = outcome(present), range(1, 2 * present.pods + 1)
+    tokens = best_steps(present).max_num_batched_tokens
+
+    def best_of(pods: int) -> Prediction:
+        shapes = [present] if pods == present.pods else []
+        return max(map(outcome, [*shapes, *_shapes(service, pods, tokens)]), key=rank)
+
     at = bisect_left(counts, True, key=lambda pods: best_of(pods).kept >= ENOUGH)
     best = best_of(counts[at]) if at < len(counts) else max(found.values(), key=rank)
     kept = service.kept()
@@ -219,14 +247,14 @@ def advise(
         now=now,
         measured_kept=kept,
         is_trusted=abs(now.kept - kept) <= TRUSTED,
-        best=best,
+        best=outcome(best_steps(best.shape)),
         tried=sorted(found.values(), key=lambda each: each.shape),
     )
 
 
-def _shapes(service: ObservedService, pods: int) -> Iterator[ServiceShape]:
-    """A service of one pool stays so."""
-    yield ServiceShape(0, pods, "never")
+def _shapes(service: ObservedService, pods: int, tokens: int) -> Iterator[ServiceShape]:
+    """A service of one pool stays so. tokens: of a step, at most."""
+    yield ServiceShape(0, pods, "never", tokens)
     if not service.shape.prefill:
         return
     apart = max(1, math.ceil((pods - 1) / MOST_SPLITS))
@@ -235,7 +263,18 @@ def _shapes(service: ObservedService, pods: int) -> Iterator[ServiceShape]:
         ways = ("always", "auto")
     for prefill in range(1, pods, apart):
         for way in ways:
-            yield ServiceShape(prefill, pods - prefill, way)
+            yield ServiceShape(prefill, pods - prefill, way, tokens)
+
+
+def _step_sizes(service: ObservedService, shape: ServiceShape) -> Iterator[ServiceShape]:
+    """The shape, and it with other token budgets: with room for a token of each stream, as engines
+    ask for it."""
+    yield shape
+    least = max(pool.max_num_seqs for pool in service.pools.values())
+    for part in CHUNKS:
+        tokens = round(service.shape.max_num_batched_tokens * part)
+        if tokens >= least:
+            yield shape._replace(max_num_batched_tokens=tokens)
 
 
 def simulate(service: ObservedService, shape: ServiceShape) -> Prediction:

@@ -40,9 +40,10 @@ def advise(
     """Say how many prefill and decode pods service NAME should have for what it was asked of late.
 
     The newest requests (at most 1000) are simulated, with steps as long as engines reported, in
-    pools of other sizes, with and without hand-offs. The row that is marked with > is the smallest
-    service of which 95 % of the requests get what is promised, or the one that keeps most. How far
-    the prediction for the present service is from what happened is told as well.
+    pools of other sizes, with and without hand-offs, and with other bounds of a step (STEP, in
+    tokens). The row that is marked with > is the smallest service of which 95 % of the requests get
+    what is promised, or the one that keeps most. How far the prediction for the present service is
+    from what happened is told as well.
     docs/capacity.md says what is simulated. Without NAME the newest service here is meant.
 
     \b
@@ -100,7 +101,8 @@ def _table(advice: Advice) -> Table:
     from diptych.watching import bare_table
 
     numbers = ("PREFILL", "DECODE", "KEPT", "TTFT P50", "P90", "GAP P50", "P90")
-    table = bare_table("", "PREFILL", "DECODE", "DISAGGREGATE", *numbers[2:], right=numbers)
+    columns = ("", "PREFILL", "DECODE", "DISAGGREGATE", "STEP", *numbers[2:])
+    table = bare_table(*columns, right=("STEP", *numbers))
     for each in advice.tried:
         mark = " ".join([">"] * (each == advice.best) + ["now"] * (each == advice.now))
         times = [
@@ -109,7 +111,9 @@ def _table(advice: Advice) -> Table:
             for name in ("p50", "p90")
         ]
         kept = f"{each.kept:.0%}"
-        table.add_row(mark, str(each.prefill), str(each.decode), each.disaggregate, kept, *times)
+        step = str(each.max_num_batched_tokens or "-")
+        pods = (str(each.prefill), str(each.decode))
+        table.add_row(mark, *pods, each.disaggregate, step, kept, *times)
     return table
 
 
@@ -117,25 +121,28 @@ def _words(advice: Advice) -> str:
     """What to do, and how far it can be believed."""
     from diptych.advise.advice import ENOUGH
 
-    best = advice.best
-    if best == advice.now:
-        todo = "Leave it as it is."
-    elif best.prefill:
-        todo = (
+    best, now = advice.best, advice.now
+    todo = []
+    if best.shape[:3] != now.shape[:3] and best.prefill:
+        todo.append(
             f"Set spec.prefill.replicas: {best.prefill}, spec.decode.replicas: {best.decode}, "
             f"spec.router.disaggregate: {best.disaggregate}."
         )
-    else:
-        todo = (
+    elif best.shape[:3] != now.shape[:3]:
+        todo.append(
             f"Do not split it: {best.decode} engines in one pool (spec.engine.runtime vllm, "
             "without spec.prefill), or spec.router.disaggregate: never."
         )
+    if best.max_num_batched_tokens != now.max_num_batched_tokens:
+        todo.append(f"Set spec.engine.maxNumBatchedTokens: {best.max_num_batched_tokens}.")
+    if not todo:
+        todo.append("Leave it as it is.")
     if best.kept < ENOUGH:
-        todo += f" No service of up to twice the pods keeps {ENOUGH:.0%}."
+        todo.append(f"No service of up to twice the pods keeps {ENOUGH:.0%}.")
     believed = (
         f"The present service was predicted to keep its promises to {advice.now.kept:.0%} of the "
         f"requests, and did so to {advice.measured_kept:.0%}"
     )
     if not advice.is_trusted:
-        return f"{believed}. That is too far off to follow this advice: {todo}"
-    return f"{believed}. {todo}"
+        return f"{believed}. That is too far off to follow this advice: {' '.join(todo)}"
+    return f"{believed}. {' '.join(todo)}"

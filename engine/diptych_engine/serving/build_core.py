@@ -227,6 +227,8 @@ def build_core(
         node=config.node,
         zone=config.zone,
         vocabulary=vocabulary,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enough_prompt_tokens=runner.enough_prompt_tokens,
     )
     cpu_level, num_set_aside = runner.cpu_facts
     if cpu_level:

@@ -213,9 +213,14 @@ def _past(record: RequestRecord) -> Iterator[PastRequest]:
 
 
 def _pools(client: PoolClient) -> Iterator[PoolLoad]:
+    pools = {
+        role: [link.description for link in client.pools.of(role) if link.description is not None]
+        for role in client.pools.fleet.tables
+    }
+    processors = [engine.processors for described in pools.values() for engine in described]
+    shared = len(processors) > 1 and processors[0] != 0 and len(set(processors)) == 1
     for role, table in client.pools.fleet.tables.items():
-        links = client.pools.of(role)
-        described = [link.description for link in links if link.description is not None]
+        described = pools[role]
         places = [row.at for row in table.rows if row["told_steps"]]
         if described and places:
             yield PoolLoad(
@@ -224,6 +229,9 @@ def _pools(client: PoolClient) -> Iterator[PoolLoad]:
                 num_blocks=min(engine.num_blocks for engine in described),
                 block_size=described[0].block_size,
                 max_num_seqs=min(engine.max_num_seqs for engine in described),
+                max_num_batched_tokens=described[0].max_num_batched_tokens,
+                enough_prompt_tokens=described[0].enough_prompt_tokens,
+                processors_part=described[0].processors_part if shared else 0.0,
                 **{
                     name: float(np.median(table.column[column][places]))
                     for name, column in RATES.items()

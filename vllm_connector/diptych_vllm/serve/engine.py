@@ -138,6 +138,7 @@ class ServedVllm:
             zone=settings.zone,
             name=settings.engine_id,
             runtime="vllm",
+            max_num_batched_tokens=self._config.scheduler_config.max_num_batched_tokens,
             abilities=self.abilities,
         )
         if self.connector == OURS:
