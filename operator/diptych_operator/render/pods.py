@@ -99,16 +99,18 @@ _ENGINE_PROBES: dict[str, Any] = {
     "startupProbe": probe("/health", period_s=1, timeout_s=2, failures=600),
     # A program that a starved node keeps waiting is ready all the same: taking it out of service
     # would hand its load to pods that are starved too. Routers notice by themselves who is dead.
-    "readinessProbe": probe("/health", period_s=5, timeout_s=5, failures=3),
+    "readinessProbe": probe("/health", period_s=5, timeout_s=10, failures=3),
     # Says no to a dead or stalled core only, never to a busy one.
-    "livenessProbe": probe("/live", period_s=10, timeout_s=5, failures=6),
+    "livenessProbe": probe("/live", period_s=10, timeout_s=10, failures=6),
 }
 ROUTER_PROBES: dict[str, Any] = {
     # Starting takes a second on a quiet node and half a minute on one that starts six pods at once.
     "startupProbe": probe("/live", period_s=1, timeout_s=2, failures=180),
-    "readinessProbe": probe("/health", period_s=2, timeout_s=5, failures=3),
+    # One that says no leaves soon, one that says nothing late: where all are starved, nobody would
+    # be left, and connections would be refused.
+    "readinessProbe": probe("/health", period_s=2, timeout_s=10, failures=3),
     # /health of a router also speaks of its pools, and no restart of a router heals a pool.
-    "livenessProbe": probe("/live", period_s=10, timeout_s=5, failures=3),
+    "livenessProbe": probe("/live", period_s=10, timeout_s=10, failures=6),
 }
 
 
