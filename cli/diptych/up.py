@@ -19,10 +19,10 @@ from diptych.known_models import Source
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.kill_switch import KillSwitch
 from diptych.laptop.nursery import Nursery
+from diptych.laptop.pod_spec import UnsupportedPodError
 from diptych.laptop.pods import (
     LOOPBACK,
     PACKAGES_FOLDER,
-    UnsupportedPodError,
     files,
     local_pods,
     port_runs,
@@ -73,8 +73,8 @@ async def up(
     packages = connector_packages(source, service)
     _check_address(api)
     with RunDirectory(service.metadata.name) as run_dir:
-        spare = free_ports(port_runs(objects), besides={api.port})
         try:
+            spare = free_ports(port_runs(objects), besides={api.port})
             plans = local_pods(objects, run_dir.path, spare, api.port, api.host, programs)
         except UnsupportedPodError as exc:
             raise BadInputError(f"{source}: {exc}") from exc

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner
+from free_ports import free_port
 
 from diptych.main import main
 from diptych_operator.api.parse import parse
@@ -77,6 +78,17 @@ def test_a_pod_template_that_does_not_fit_is_named(
     result = run("render", str(file))
     assert result.exit_code == 2
     assert "spec.prefill.podTemplate.spec.containers: must be a list" in result.stderr
+
+
+def test_a_pod_template_that_cannot_run_is_one_line(
+    service_file: Callable[[Any], Path], small_service: Callable[..., Any]
+) -> None:
+    template = {"spec": {"containers": [{"name": "engine", "command": ["python", 5]}]}}
+    file = service_file(small_service(decode=template))
+    result = run("up", str(file), "--port", str(free_port()))
+    field = "spec.decode.podTemplate.spec.containers[engine].command[1]"
+    assert result.stderr.startswith(f"Error: {file}: {field}: ")
+    assert result.exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from cases import each
 
+from diptych.laptop.pod_spec import UnsupportedPodError
 from diptych.laptop.pods import (
     LocalPod,
-    UnsupportedPodError,
     expand,
     files,
     local_pods,
@@ -195,7 +195,8 @@ def test_ranks_of_our_connector_have_neighbouring_ports_which_are_nobody_elses()
 
 def test_ports_that_are_neighbours_in_a_pod_are_reserved_as_neighbours() -> None:
     ports = {"kv": 5558, "a": 7, "kv-1": 5559, "b": 9, "kv-2": 5560}
-    container = {"ports": [{"name": n, "containerPort": port} for n, port in ports.items()]}
+    listed = [{"name": n, "containerPort": port} for n, port in ports.items()]
+    container = {"name": "engine", "ports": listed}
     deployment = {
         "kind": "Deployment",
         "spec": {"replicas": 2, "template": {"spec": {"containers": [container]}}},
@@ -284,6 +285,47 @@ def test_what_only_a_cluster_can_give_is_refused_in_words(
         "podTemplate": {"spec": {"containers": [{"name": "engine", **container}]}},
         "podTemplateRemove": [f"spec.containers[engine].{path}" for path in removed],
     }
+    with pytest.raises(UnsupportedPodError, match=message):
+        pods(prefill=pool)
+
+
+@each(
+    ("container", "field", "remedy"),
+    [
+        ({"command": ["python", 5]}, "command[1]", "put it in quotes"),
+        ({"args": [{"port": 5}]}, "args[0]", "correct it"),
+        ({"env": [{"name": "X", "value": 5}]}, "env[X].value", "put it in quotes"),
+        ({"env": [{"name": "X", "valueFrom": "Y"}]}, "env[X].valueFrom", "correct it"),
+        ({"ports": [{"containerPort": "80", "name": "x"}]}, "ports[x].containerPort", "correct"),
+        ({"volumeMounts": [{"mountPath": "/x"}]}, "volumeMounts[3]", "correct it"),
+        ({"readinessProbe": {"periodSeconds": "5"}}, "readinessProbe.periodSeconds", "correct it"),
+        (
+            {"startupProbe": {"httpGet": {"scheme": "ftp"}}},
+            "startupProbe.httpGet.scheme",
+            "correct",
+        ),
+    ],
+)
+def test_what_kubernetes_would_not_take_is_refused_by_its_field(
+    container: dict[str, Any], field: str, remedy: str
+) -> None:
+    template = {"spec": {"containers": [{"name": "engine", **container}]}}
+    with pytest.raises(UnsupportedPodError) as refused:
+        pods(prefill={"replicas": 1, "podTemplate": template})
+    where, problem = str(refused.value).split(": ", 1)
+    assert where == f"spec.prefill.podTemplate.spec.containers[engine].{field}"
+    assert f"; {remedy}" in problem
+
+
+@each(
+    ("spec", "removed", "message"),
+    [
+        ({"volumes": [{"name": "v", "configMap": {}}]}, [], r"spec\.volumes\[v\]\.configMap: "),
+        ({}, ["spec.containers[engine].ports"], "is named 'http'; correct its podTemplate"),
+    ],
+)
+def test_what_a_pod_lacks_is_named(spec: dict[str, Any], removed: list[str], message: str) -> None:
+    pool = {"replicas": 1, "podTemplate": {"spec": spec}, "podTemplateRemove": removed}
     with pytest.raises(UnsupportedPodError, match=message):
         pods(prefill=pool)
 

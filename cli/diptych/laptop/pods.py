@@ -27,7 +27,16 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.api.base import Raw
+from diptych.laptop.pod_spec import (
+    Container,
+    PodSpec,
+    Probe,
+    UnsupportedPodError,
+    Variable,
+    Volume,
+    container_of,
+    spec_of,
+)
 from diptych_operator.api.names import (
     BATCHES_VOLUME,
     BIND_HOST_VARIABLE,
@@ -58,10 +67,6 @@ def reached_at(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return LOOPBACK
     return f"[{host}]" if ":" in host else host
-
-
-class UnsupportedPodError(ValueError):
-    """A podTemplate requires something that only a cluster has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +119,31 @@ class _Placed:
     name: str
     namespace: str
     labels: dict[str, str]
-    spec: Object
+    spec: PodSpec
+    container: Container
     ports: dict[str, int]
     host: str
     """The address at which its API listens."""
 
     @property
-    def container(self) -> Object:
-        container: Object = self.spec["containers"][0]
-        return container
-
-    @property
     def role(self) -> str:
         return self.labels.get(ROLE_LABEL, "")
 
+    def port(self, name: int | str) -> int:
+        if name not in self.ports:
+            raise UnsupportedPodError(
+                f"{self.name}: no port of the container is named {name!r}; correct its podTemplate"
+            )
+        return self.ports[name]
+
 
 def port_runs(objects: Iterable[Object]) -> list[int]:
-    """Return the lengths of the runs of adjacent ports that `local_pods` will take."""
+    """Return the lengths of the runs of adjacent ports that `local_pods` will take. Raises
+    `UnsupportedPodError`."""
     return [
         len(run)
         for deployment in deployments_among(objects)
-        for run in _runs(_first_container(deployment)) * deployment["spec"]["replicas"]
+        for run in _runs(container_of(deployment)) * deployment["spec"]["replicas"]
     ]
 
 
@@ -203,10 +212,10 @@ def _place(
     placed: list[_Placed] = []
     for deployment in deployments_among(objects):
         template = deployment["spec"]["template"]
-        labels = template["metadata"]["labels"]
+        labels, container = template["metadata"]["labels"], container_of(deployment)
+        spec = spec_of(deployment)
         for index in range(deployment["spec"]["replicas"]):
-            runs = _runs(_first_container(deployment))
-            own = {name: next(ports) for run in runs for name in run}
+            own = {name: next(ports) for run in _runs(container) for name in run}
             if labels.get(ROLE_LABEL) == "router" and not front_door_taken:
                 own["http"] = router_port
                 front_door_taken = True
@@ -214,7 +223,7 @@ def _place(
             # Here is one revision only, so no name needs to tell it.
             name = f"{labels[SERVICE_LABEL]}-{labels[ROLE_LABEL]}-{index}"
             host = router_host if labels.get(ROLE_LABEL) == "router" else LOOPBACK
-            placed.append(_Placed(name, namespace, labels, template["spec"], own, host))
+            placed.append(_Placed(name, namespace, labels, spec, container, own, host))
     return placed
 
 
@@ -227,7 +236,7 @@ def _targets(objects: Sequence[Object], placed: Sequence[_Placed]) -> dict[str, 
         host = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
         for port in service["spec"]["ports"]:
             targets[f"{host}:{port['port']}"] = ",".join(
-                f"{LOOPBACK}:{pod.ports[port['targetPort']]}" for pod in chosen
+                f"{LOOPBACK}:{pod.port(port['targetPort'])}" for pod in chosen
             )
     return targets
 
@@ -237,7 +246,7 @@ def _local_pod(
 ) -> LocalPod:
     container = pod.container
     folders = _mounted_folders(pod, run_dir)
-    missing = {mount["mountPath"] for mount in container.get("volumeMounts", [])} - folders.keys()
+    missing = {mount.mount_path for mount in container.volume_mounts} - folders.keys()
 
     def localised(text: str) -> str:
         for mount, folder in folders.items():
@@ -246,14 +255,14 @@ def _local_pod(
         return targets.get(text, text)
 
     env: dict[str, str] = {}
-    for variable in container.get("env", []):
+    for variable in container.env:
         value = _value(pod, variable)
         if not any(value == mount or value.startswith(f"{mount}/") for mount in missing):
-            env[variable["name"]] = expand(localised(value), env)
-    command = [*container.get("command", []), *container.get("args", [])]
+            env[variable.name] = expand(localised(value), env)
+    command = [*container.command, *container.args]
     if pod.host != LOOPBACK:
         command += ["--admin-host", LOOPBACK]
-    if not container.get("command"):
+    if not container.command:
         raise UnsupportedPodError(f"{pod.name}: command is missing; images do not run on a laptop")
     of_an_image = command[0] in programs
     return LocalPod(
@@ -265,23 +274,23 @@ def _local_pod(
         ),
         env=env,
         ports=pod.ports,
-        startup=_probe(pod, "startupProbe"),
-        readiness=_probe(pod, "readinessProbe"),
-        grace_s=pod.spec.get("terminationGracePeriodSeconds", 30),
+        startup=_probe(pod, "startupProbe", container.startup_probe),
+        readiness=_probe(pod, "readinessProbe", container.readiness_probe),
+        grace_s=pod.spec.termination_grace_period_seconds,
         niceness=DECODE_NICENESS if pod.role == "decode" and not of_an_image else 0,
     )
 
 
-def _value(pod: _Placed, variable: Object) -> str:
-    name = variable["name"]
+def _value(pod: _Placed, variable: Variable) -> str:
+    name = variable.name
     if name == BIND_HOST_VARIABLE:
         return pod.host
     if name == LINGER_VARIABLE:
         return "0"  # nobody but the user sends requests here, and the user said stop
     if name in _PORT_OF_VARIABLE:
-        return str(pod.ports[_PORT_OF_VARIABLE[name]])
-    if "valueFrom" not in variable:
-        return str(variable.get("value", ""))
+        return str(pod.port(_PORT_OF_VARIABLE[name]))
+    if variable.value_from is None:
+        return variable.value
     fields: dict[str, str] = {
         "metadata.name": pod.name,
         "metadata.namespace": pod.namespace,
@@ -289,7 +298,7 @@ def _value(pod: _Placed, variable: Object) -> str:
         "spec.nodeName": NODE_NAME,
         f"metadata.labels['{ZONE_LABEL}']": "",
     }
-    path = variable["valueFrom"].get("fieldRef", {}).get("fieldPath")
+    path = variable.value_from.field_ref.field_path
     if path not in fields:
         raise UnsupportedPodError(
             f"{pod.name}: env {name}: a laptop knows only fieldRef of {', '.join(fields)}"
@@ -298,36 +307,37 @@ def _value(pod: _Placed, variable: Object) -> str:
 
 
 def _mounted_folders(pod: _Placed, run_dir: Path) -> dict[str, Path]:
-    sources = {volume["name"]: volume for volume in pod.spec.get("volumes", [])}
+    volumes = {volume.name: volume for volume in pod.spec.volumes}
     folders: dict[str, Path] = {}
-    for mount in pod.container.get("volumeMounts", []):
-        volume = sources.get(mount["name"], {})
-        if "configMap" in volume:
-            folders[mount["mountPath"]] = run_dir / "configmaps" / volume["configMap"]["name"]
-        elif "secret" in volume:
-            folders[mount["mountPath"]] = run_dir / "secrets" / volume["secret"]["secretName"]
-        elif mount["name"] == CONNECTOR_CONTAINER:
-            folders[mount["mountPath"]] = run_dir / PACKAGES_FOLDER
-        elif mount["name"] == BATCHES_VOLUME:
-            folders[mount["mountPath"]] = run_dir / BATCHES_VOLUME
+    for mount in pod.container.volume_mounts:
+        volume = volumes.get(mount.name, Volume(mount.name))
+        if volume.config_map is not None:
+            folders[mount.mount_path] = run_dir / "configmaps" / volume.config_map.name
+        elif volume.secret is not None:
+            folders[mount.mount_path] = run_dir / "secrets" / volume.secret.secret_name
+        elif mount.name == CONNECTOR_CONTAINER:
+            folders[mount.mount_path] = run_dir / PACKAGES_FOLDER
+        elif mount.name == BATCHES_VOLUME:
+            folders[mount.mount_path] = run_dir / BATCHES_VOLUME
     return folders
 
 
-def _probe(pod: _Placed, kind: str) -> HttpProbe | None:
-    probe = pod.container.get(kind)
+def _probe(pod: _Placed, kind: str, probe: Probe | None) -> HttpProbe | None:
     if probe is None:
         return None
-    if "httpGet" not in probe:
+    asked = probe.http_get
+    if asked is None:
         raise UnsupportedPodError(f"{pod.name}: {kind}: a laptop knows only httpGet")
-    wanted = probe["httpGet"]["port"]
-    numbers = {number: name for name, number in _port_names(pod.container).items()}
+    numbers: dict[int | str, str] = {
+        number: name for name, number in pod.container.port_names.items()
+    }
     return HttpProbe(
-        port=pod.ports[numbers.get(wanted, wanted)],
-        path=probe["httpGet"].get("path", "/"),
-        period_s=probe.get("periodSeconds", 10),
-        timeout_s=probe.get("timeoutSeconds", 1),
-        failure_threshold=probe.get("failureThreshold", 3),
-        scheme=probe["httpGet"].get("scheme", "HTTP").lower(),
+        port=pod.port(numbers.get(asked.port, asked.port)),
+        path=asked.path,
+        period_s=probe.period_seconds,
+        timeout_s=probe.timeout_seconds,
+        failure_threshold=probe.failure_threshold,
+        scheme=asked.scheme.lower(),
         host=reached_at(pod.host),
     )
 
@@ -339,21 +349,11 @@ def _with_threads(engine_json: bytes, threads: int) -> bytes:
     return msgspec.json.encode(config)
 
 
-def _first_container(deployment: Raw) -> Object:
-    container: Object = deployment["spec"]["template"]["spec"]["containers"][0]
-    return container
-
-
-def _port_names(container: Object) -> dict[str, int]:
-    ports = container.get("ports", [])
-    return {port.get("name", str(port["containerPort"])): port["containerPort"] for port in ports}
-
-
-def _runs(container: Object) -> list[list[str]]:
+def _runs(container: Container) -> list[list[str]]:
     """Names of ports, those with neighbouring numbers together: a program may be told the first."""
     runs: list[list[str]] = []
     before = -1
-    for number, name in sorted((number, name) for name, number in _port_names(container).items()):
+    for number, name in sorted((number, name) for name, number in container.port_names.items()):
         if number != before + 1:
             runs.append([])
         runs[-1].append(name)
