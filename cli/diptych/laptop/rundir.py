@@ -1,17 +1,20 @@
 """The private directory of one `diptych up`: configuration, keys, logs and a state file.
 
 Other commands find running services by these directories, and reach their APIs with the key and the
-certificate there. A directory whose owner is dead is removed.
+certificate there. A directory whose owner is dead is removed. The owner holds its lock, because
+ids of processes mean nothing to a container that shares the place with another.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import ssl
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -24,6 +27,8 @@ from diptych_protocol import UNREADABLE
 
 PREFIX = "diptych-"
 STATE_FILE = "state.json"
+SESSIONS: Final = Path("/run/user")
+"""Each session's `$XDG_RUNTIME_DIR` is in it."""
 
 
 class PodState(msgspec.Struct, frozen=True):
@@ -71,6 +76,8 @@ class RunDirectory:
     def __init__(self, service: str) -> None:
         remove_litter()
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{service}-", dir=base_directory()))
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def __enter__(self) -> Self:
         (self.path / "logs").mkdir(mode=0o700)
@@ -78,6 +85,7 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
     def log_path(self, pod: str) -> Path:
         return self.path / "logs" / f"{pod}.log"
@@ -110,6 +118,14 @@ def base_directory() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def _places() -> Collection[Path]:
+    """Where directories of runs may be. What sessions have in `$XDG_RUNTIME_DIR`, others lack, such
+    as cron and sudo, or have another one: services are found wherever either puts them, unless
+    somebody has chosen a place of his own."""
+    usual = {Path(tempfile.gettempdir()), Path("/tmp"), *SESSIONS.glob("*")}
+    return usual if base_directory() in usual else [base_directory()]
+
+
 def running() -> list[RunState]:
     """Return the running services of this user, the newest first."""
     states = [state for _, state in _runs() if _is_alive(state)]
@@ -131,12 +147,26 @@ def find(service: str | None = None) -> RunState:
 def remove_litter() -> None:
     """Remove the directories of runs that were killed before they could do it."""
     for directory, state in _runs():
-        if not _is_alive(state):
+        if not _is_alive(state) and _is_unlocked(directory):
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _is_unlocked(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:  # just removed
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def _runs() -> Iterator[tuple[Path, RunState]]:
-    for directory in base_directory().glob(f"{PREFIX}*"):
+    for directory in chain.from_iterable(place.glob(f"{PREFIX}*") for place in _places()):
         try:
             status = directory.lstat()
             private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
