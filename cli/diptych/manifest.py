@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any, Final
 
+import click
 import yaml
 
 from diptych.errors import BadInputError
@@ -37,6 +38,8 @@ def load(source: Source) -> ServiceFile:
 def _text(source: Source) -> str:
     if isinstance(source, KnownModel):
         return yaml.safe_dump(source.manifest())
+    if not source.is_file():
+        click.echo(f"reading {source} until whoever writes to it ends", err=True)
     with source.open("rb") as file:
         found = file.read(MAX_BYTES + 1)
     if len(found) > MAX_BYTES:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from free_ports import free_port
+from waits import PATIENCE_S, wait_until
 
 from diptych.main import main
 from diptych_operator.api.parse import parse
@@ -22,6 +26,21 @@ EXAMPLES = sorted(EXAMPLE.parent.glob("*.yaml"))
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(main, list(arguments))
+
+
+def test_who_waits_for_a_file_that_somebody_else_writes_is_told(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "service.yaml")
+    with (said := tmp_path / "said").open("w") as errors:
+        command = [sys.executable, "-m", "diptych.main", "render", str(fifo)]
+        render = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        wait_until(lambda: f"reading {fifo} until " in said.read_text())
+        fifo.write_text(EXAMPLE.read_text())
+        told, _ = render.communicate(timeout=PATIENCE_S)
+        assert "kind: Deployment" in told
+        assert render.returncode == 0
+    finally:
+        render.kill()
 
 
 @pytest.mark.parametrize("output", ["yaml", "json"])
