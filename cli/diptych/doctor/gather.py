@@ -36,8 +36,6 @@ EXTRAS: Final = ("cli", "engine", "router")
 PROGRAM_TIMEOUT_S: Final = 20.0
 GPU_SIGNS: Final = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"))
 UCX_PACKAGE: Final = "libucx-cu13"
-UCX_LIMITS: Final = ("UCX_TLS", "UCX_NET_DEVICES")
-"""Variables that say what UCX may use."""
 CAP_SYS_PTRACE: Final = 19
 MEMORY_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 MEMORY_USES: Final = ("memory.current", "memory.usage_in_bytes")
@@ -131,9 +129,10 @@ def _ucx() -> Ucx:
     try:
         from diptych_kv_transfer.signing.references import PUBLIC_KEY
         from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
+        from diptych_kv_transfer.transports.ucx.worker import LIMITS
     except (ImportError, OSError, AttributeError) as exc:
         return Ucx(version, problem=f"libucp cannot be loaded: {exc}")
-    limits = tuple(name for name in UCX_LIMITS if name in os.environ)
+    limits = tuple(name for name in LIMITS if name in os.environ)
     try:
         transport = UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
     except OSError as exc:

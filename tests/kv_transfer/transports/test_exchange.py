@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diptych_kv_transfer.memory.shard import MemoryRegion
+from diptych_kv_transfer.signing.references import PUBLIC_KEY
 from diptych_kv_transfer.tables.actions import TransferEnded
 from diptych_kv_transfer.transports.ucx import frames, same_host, ucx_transfer
 from diptych_kv_transfer.transports.ucx.exchange import (
@@ -31,6 +32,7 @@ from diptych_kv_transfer.transports.ucx.same_host import (
     network_transports,
 )
 from diptych_kv_transfer.transports.ucx.ucx_transfer import PIECE_BYTES, UcxTransfer
+from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_kv_transfer.transports.ucx.worker import Context, Worker
 from diptych_protocol import UNREADABLE
 
@@ -344,6 +346,15 @@ def test_ucx_tls_says_how_blocks_travel(
         monkeypatch.setenv("UCX_TLS", value)
     assert may_read() is read
     assert network_transports() == network
+
+
+@pytest.mark.parametrize("name", ["rc_x", "nonsense"])
+def test_a_transport_that_is_not_here_is_named_with_the_remedy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", name)
+    with pytest.raises(OSError, match=rf"UCX_TLS={name}\b.* or unset it; spec.transfer"):
+        UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
 
 
 def test_ucx_tls_must_name_something_that_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

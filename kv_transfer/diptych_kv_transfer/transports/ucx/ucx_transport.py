@@ -45,7 +45,13 @@ from diptych_kv_transfer.transports.ucx.requests import drop_unexpected
 from diptych_kv_transfer.transports.ucx.same_host import SameHost, may_read, network_transports
 from diptych_kv_transfer.transports.ucx.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transports.ucx.ucx_transfer import PIECE_BYTES, UcxTransfer
-from diptych_kv_transfer.transports.ucx.worker import Context, Endpoint, Listener, Worker
+from diptych_kv_transfer.transports.ucx.worker import (
+    Context,
+    Endpoint,
+    Listener,
+    Worker,
+    as_limited,
+)
 from diptych_protocol import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -161,7 +167,7 @@ class UcxTransport:
                 ends += isinstance(event, Connected)
                 if isinstance(event, ConnectFailed):
                     failure = event.reason
-                    log.warning("cannot connect to itself: %s", failure)
+                    log.warning("cannot connect to itself%s: %s", as_limited(), failure)
         for peer in list(self._connections):
             self.fence(peer)
         self._collect()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import itertools
+import os
 import socket
 import sys
 import time
@@ -20,11 +21,20 @@ from diptych_kv_transfer.transports.ucx import libucp
 from diptych_kv_transfer.transports.ucx.libucp import UcpError, check, lib, lib_without_lock
 
 CLOSE_TIMEOUT_S: Final = 2.0
+LIMITS: Final = ("UCX_TLS", "UCX_NET_DEVICES")
+"""Variables of the environment that say what UCX may use."""
 MAX_TRANSPORTS: Final = 16
 MAX_PORT: Final = 65535
 _FORCE = libucp.RequestParam(
     op_attr_mask=libucp.OP_ATTR_FIELD_FLAGS, flags=libucp.EP_CLOSE_FLAG_FORCE
 )
+
+
+def as_limited() -> str:
+    """Return what limits UCX, and the remedy, for an error; empty if nothing does."""
+    found = " ".join(f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ)
+    remedy = "name what this machine has, or unset it; spec.transfer.transport sets UCX_TLS"
+    return f" with {found} ({remedy})" if found else ""
 
 
 class Context:
@@ -41,7 +51,7 @@ class Context:
                 check(status, f"setting UCX_{name} to {value!r}")
             params = libucp.Params(field_mask=libucp.PARAM_FIELD_FEATURES, features=features)
             status = lib.ucp_init_version(*libucp.API_VERSION, byref(params), config, byref(handle))
-            check(status, "initialising UCX")
+            check(status, f"initialising UCX{as_limited()}")
         finally:
             lib.ucp_config_release(config)
         self.handle = handle.value or 0
