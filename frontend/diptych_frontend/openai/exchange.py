@@ -36,6 +36,8 @@ MAX_WARNINGS: Final = 16
 T = TypeVar("T")
 _BYTE_ORDER_MARKS: Final = (BOM_UTF8, BOM_UTF16_LE, BOM_UTF16_BE)
 _any: Final = msgspec.json.Decoder(Any)
+_TRUNCATED: Final = "Input data was truncated"
+_ESCAPE: Final = r"\ud800"
 
 
 class Deadline:
@@ -330,10 +332,20 @@ def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int =
         check_json_cost(body, max_values)
         return decoder.decode(body)
     except UNREADABLE as exc:
-        raise from_decode_error(exc, decoder.type) from exc
+        raise from_decode_error(_plainer(exc, body), decoder.type) from exc
     finally:
         if large:
             gc.enable()
+
+
+def _plainer(exc: Exception, body: bytes) -> Exception:
+    """Near its end the decoder takes a body with half a surrogate pair for a truncated one."""
+    if str(exc) == _TRUNCATED:
+        try:
+            _any.decode(body + b" " * len(_ESCAPE))
+        except UNREADABLE as other:
+            return other if "surrogate" in str(other) else exc
+    return exc
 
 
 def decode_query(params: Mapping[str, str], kind: type[T], most: int) -> T:

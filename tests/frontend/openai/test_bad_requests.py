@@ -245,6 +245,18 @@ async def test_a_body_that_is_not_a_json_object_is_refused(
     assert "body" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(NOT_JSON["half a surrogate pair"], "surrogate pair"), (NOT_JSON["half"], "truncated"),
+     (b'{"prompt": "\\ud8', "truncated"), (b'{"prompt": "\\ud800 and more"}', "surrogate pair")],
+)  # fmt: skip
+async def test_half_a_surrogate_pair_is_not_taken_for_half_a_body(
+    http: httpx.AsyncClient, content: bytes, said: str
+) -> None:
+    answer = await http.post(COMPLETIONS, content=content, headers={"content-type": JSON})
+    assert said in answer.json()["error"]["message"]
+
+
 JUNK = st.recursive(
     st.none()
     | st.booleans()
