@@ -29,12 +29,14 @@ CONFIGURED_FROM: Final = 1 << 30
 def numbered(modules: Mapping[str, str]) -> list[LoRARequest]:
     """Return the adapters of a configuration (name -> directory). Their ids follow from name and
     directory: in a rollout, routers and engines of different configurations mean the same."""
-    adapters = []
+    adapters: dict[int, LoRARequest] = {}
     for name, path in modules.items():
         digest = hashlib.blake2b(f"{name}\0{path}".encode(), digest_size=8).digest()
-        number = int.from_bytes(digest) % CONFIGURED_FROM
-        adapters.append(LoRARequest(name, CONFIGURED_FROM + number, path))
-    return adapters
+        number = CONFIGURED_FROM + int.from_bytes(digest) % CONFIGURED_FROM
+        while number in adapters:  # one in two thousand configurations of a thousand adapters
+            number = CONFIGURED_FROM + (number + 1) % CONFIGURED_FROM
+        adapters[number] = LoRARequest(name, number, path)
+    return [*adapters.values()]
 
 
 class WeightTransferInitRequest(msgspec.Struct, omit_defaults=True):

@@ -195,6 +195,14 @@ def test_contract_C19_adapters_of_the_configuration_are_there_from_the_start(
         engine(lora_modules={"base": str(folder / "1")})
 
 
+def test_contract_C19_no_two_adapters_of_a_configuration_have_one_id() -> None:
+    """The digests of these two begin alike."""
+    first, second = numbered({"a15381": "/a15381", "a62360": "/a62360"})
+    [alone] = numbered({"a62360": "/a62360"})
+    assert first.lora_int_id == alone.lora_int_id
+    assert second.lora_int_id == first.lora_int_id + 1
+
+
 def test_contract_C19_the_configuration_as_peft_writes_it(
     engine: MakeCore, expected: list[list[int]], folder: Path, tmp_path: Path
 ) -> None:
