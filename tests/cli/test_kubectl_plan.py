@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from cluster_kit.reconciling import KEY, Object, Store, one_pass
@@ -80,6 +82,33 @@ async def test_what_needs_no_new_pods_says_so() -> None:
     assert "no pod is replaced" in found.text
 
 
+def fields_of(value: Any) -> Object:
+    """As an API server notes what an operator applies: lists of containers and such have keys."""
+    if isinstance(value, dict):
+        return {f"f:{name}": fields_of(each) for name, each in value.items()}
+    if isinstance(value, list) and all(isinstance(each, dict) and "name" in each for each in value):
+        return {f"k:{json.dumps({'name': each['name']})}": fields_of(each) for each in value}
+    return {}
+
+
+async def test_what_others_added_to_lists_is_left_and_what_is_given_up_goes() -> None:
+    """A webhook may add containers, variables and volumes to a Deployment."""
+    store = await made()
+    deployment = store.deployments()[0]
+    ours = fields_of(deployment)
+    pod = deployment["spec"]["template"]["spec"]
+    pod["containers"][0]["env"].insert(0, {"name": "MESH", "value": "on"})
+    pod["containers"].insert(0, {"name": "sidecar", "image": "mesh"})
+    pod["volumes"].append({"name": "mesh", "emptyDir": {}})
+    for applied, pending in ((ours, False), (fields_of(deployment), True)):
+        deployment["metadata"]["managedFields"] = [
+            {"manager": "helm", "operation": "Apply", "fieldsV1": {}},
+            {"manager": "diptych", "operation": "Apply", "fieldsV1": applied},
+        ]
+        found = planned(store, Images())
+        assert (found.pending, found.replaces_pods) == (pending, pending)
+
+
 async def test_a_service_that_is_not_there_yet_is_made_anew() -> None:
     found = planned(Store(), Images())
     assert not found.replaces_pods, "there are none"
@@ -123,6 +152,16 @@ class Operated(Asked):
 @pytest.mark.parametrize("words", [{}, {"args": ["--of-a-later-version=1"]}])
 def test_an_operator_may_have_other_arguments(words: dict[str, list[str]]) -> None:
     assert plans(Operated(**words), [], "diptych-system") == []
+
+
+def test_who_may_not_see_the_operator_hears_which_right_that_takes() -> None:
+    class Refusing(Operated):
+        def _list(self, *_: object) -> list[Object]:
+            raise ClusterError("you may not do that", 403)
+
+    words = r"the right to list deployments\.apps in the namespace diptych-system: you may not"
+    with pytest.raises(ClusterError, match=words):
+        plans(Refusing(), [], "diptych-system")
 
 
 @pytest.mark.parametrize(

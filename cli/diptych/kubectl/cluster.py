@@ -139,7 +139,17 @@ class Cluster:
         """Return the arguments of the operator in a namespace. Raises `ClusterError`."""
         path = f"/apis/apps/v1/namespaces/{checked_name(namespace)}/deployments"
         query = {"labelSelector": "app.kubernetes.io/name=diptych-operator"}
-        for found in self._list(path, query):
+        try:
+            operators = self._list(path, query)
+        except ClusterError as exc:
+            if exc.status != 403:
+                raise
+            raise ClusterError(
+                "a plan follows the operator's arguments, so it needs the right to list "
+                f"deployments.apps in the namespace {namespace}: {exc.message}",
+                exc.status,
+            ) from exc
+        for found in operators:
             arguments = found["spec"]["template"]["spec"]["containers"][0].get("args") or []
             return [text.replace("$(POD_NAMESPACE)", namespace) for text in arguments]
         raise ClusterError(

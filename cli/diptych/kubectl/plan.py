@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -19,7 +20,7 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.names import CONFIG_HASH_ANNOTATION, ROLE_LABEL, object_name
 from diptych_operator.api.parse import parse_object
 from diptych_operator.kube import cluster as capabilities
-from diptych_operator.kube.client import differences
+from diptych_operator.kube.client import FIELD_MANAGER, differences
 from diptych_operator.kube.cluster import SET_KIND
 from diptych_operator.kube.workloads import WORKLOADS, deployments_among, sizes
 from diptych_operator.render import fixed_counts, render_revision, render_shared
@@ -153,7 +154,7 @@ def _changes(
         if there is None:
             yield Change(kind, name, "")
             continue
-        for found in differences(_compared(wanted), there):
+        for found in differences(_compared(wanted), _without_others(there, _applied(there))):
             if CONFIG_HASH_ANNOTATION not in found.path:  # the ConfigMap shows it
                 yield Change(kind, name, found.path, found.live, found.wanted)
 
@@ -176,3 +177,29 @@ def _compared(obj: Object) -> Object:
 
 def _without_size(role: Object) -> Object:
     return {**role, "spec": {name: v for name, v in role["spec"].items() if name != "replicas"}}
+
+
+def _applied(live: Raw) -> Raw:
+    """The fields that an operator applied, in the form of Kubernetes' FieldsV1."""
+    for each in live["metadata"].get("managedFields") or ():
+        if (each.get("manager"), each.get("operation")) == (FIELD_MANAGER, "Apply"):
+            return dict(each.get("fieldsV1") or {})
+    return {}
+
+
+def _without_others(live: Any, applied: Raw) -> Any:
+    """Without the entries of lists that others added, as injected containers: an apply leaves
+    them. Those of a list whose entries have no keys come and go with it."""
+    if isinstance(live, Mapping):
+        return {
+            name: _without_others(v, applied.get(f"f:{name}") or {}) for name, v in live.items()
+        }
+    entries = [(msgspec.json.decode(k[2:]), v) for k, v in applied.items() if k.startswith("k:")]
+    if not (isinstance(live, list) and entries):
+        return live
+    return [
+        _without_others(entry, fields)
+        for entry in live
+        for key, fields in entries
+        if key.items() <= entry.items()
+    ]
