@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -46,6 +46,7 @@ from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.workloads import deployments_among
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
+from diptych_operator.plan.trial import TrialMemory
 from diptych_operator.referents import Referents
 from diptych_operator.render import KeySets, NoSetsError, fixed_counts
 from diptych_operator.render.gateway import why_not_exposed
@@ -77,6 +78,7 @@ from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
 from diptych_operator.status.status import build_status, count, events_between
 from diptych_operator.upgrades import NEXT, Place, Standing, Upgrades, rendering
+from diptych_protocol.admin import RouterReport, TrialReport
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +140,7 @@ class Reconciler:
         metrics.pending = self._upgrades.waiting
         self._parsed: dict[ServiceKey, tuple[Raw, InferenceService]] = {}
         self._scaling: dict[ServiceKey, Memory] = {}
+        self._trials: dict[ServiceKey, TrialMemory] = {}
         self._stands_back: set[ServiceKey] = set()
         self._silenced: set[ServiceKey] = set()
         """Services whose status the API server refuses."""
@@ -193,6 +196,7 @@ class Reconciler:
         self._silenced.discard(key)
         self._routers.follow(key, [], [])
         self._scaling.pop(key, None)
+        self._trials.pop(key, None)
         self._upgrades.places.pop(key, None)
         self._keys.forget(key)
         self._parsed.pop(key, None)
@@ -227,6 +231,7 @@ class Reconciler:
             *done.problems,
             *self._not_exposed(snapshot),
             *_kept_by_others(snapshot, _rfc3339(self._kube.now)),
+            *_nobodys(snapshot),
         )
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
         images = service.status.images if snapshot.held else None
@@ -314,16 +319,31 @@ class Reconciler:
         routers = [p for p in views if p.role == "router" and not (p.terminating or p.gone)]
         asked = [pod.ip for pod in routers if pod.ip]
         tokens = list(filter(None, (current, older)))
-        polled = await self._routers.poll(asked, tokens)
-        observed = observe(deployments, pods, polled.reports, polled.unreachable)
+        answers = await self._routers.poll(asked, tokens)
+        reports = tuple(filter(None, answers.values()))
+        observed = observe(deployments, pods, reports, len(answers) - len(reports))
         missing = await self._referents.missing(service, _foreign(service, views, children, keys))
         observed = replace(
             observed, problems=problems, missing=missing, prefetched=prefetched(children.values())
         )
         lost = frozenset({keys.previous} if older is None else ())
-        snapshot = ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
+        snapshot = ServiceSnapshot(
+            service, revision(service), keys, children, pods, observed, lost,
+            earlier_trials=self._earlier_trials(key, service, answers),
+        )  # fmt: skip
         self._routers.follow(key, asked if snapshot.asleep else [], tokens)
         return snapshot
+
+    def _earlier_trials(
+        self, key: ServiceKey, service: InferenceService, answers: Mapping[str, RouterReport | None]
+    ) -> Sequence[TrialReport]:
+        """See `Evidence.earlier`."""
+        trial = Trial.read(service.status.rollout.canary)
+        if trial is None:
+            self._trials.pop(key, None)
+            return ()
+        told = {at: each.trial for at, each in answers.items() if each is not None}
+        return self._trials.setdefault(key, TrialMemory()).earlier(trial, told)
 
     async def _act(self, snapshot: ServiceSnapshot, step: Step, aim: Counts) -> _Done:
         """Do all that is to be done; one part that fails keeps no other from being done."""
@@ -513,6 +533,20 @@ def _kept_by_others(snapshot: ServiceSnapshot, now: str) -> Iterator[Problem]:
             )
 
 
+def _nobodys(snapshot: ServiceSnapshot) -> Iterator[Problem]:
+    """Pods that Kubernetes let go of, as it does when somebody changes the labels that it chose
+    them by. No rollout ends them, and they still count wherever their other labels lead."""
+    for raw in snapshot.pods:
+        meta = raw["metadata"]
+        ends = "deletionTimestamp" in meta or pod_view(raw).gone
+        if not (meta.get("ownerReferences") or ends):
+            yield Problem(
+                "OperatorProblem",
+                f"the Pod {meta['name']} belongs to nothing, as after a change of its labels, so "
+                "it stays for ever; delete it, or give it the labels of its like again",
+            )
+
+
 def _foreign(
     service: InferenceService, pods: Iterable[PodView], ours: Collection[ChildId], keys: KeySets
 ) -> set[Reference]:
@@ -561,6 +595,7 @@ def _evidence(snapshot: ServiceSnapshot, now: str) -> Evidence:
             *(router.trial for router in observed.routers),
             *[None] * observed.unreachable_routers,
         ],
+        earlier=snapshot.earlier_trials,
         untrusted=failures(observed, (snapshot.target,)) if distrusted else (),
         again=status.observed_generation != service.metadata.generation,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 import aiohttp
@@ -25,12 +24,6 @@ WAIT_S = 30.0
 REST_S = 5.0
 """Between two questions to a router of an older release, which never keeps its answer back."""
 MAX_REPORT_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Polled:
-    reports: tuple[RouterReport, ...]
-    unreachable: int
 
 
 class Routers:
@@ -83,11 +76,12 @@ class Routers:
 
         await asyncio.gather(*map(watch_one, addresses))
 
-    async def poll(self, addresses: Iterable[str], tokens: Sequence[str]) -> Polled:
-        """Return the reports of all routers that answer. Never raises for one that does not."""
+    async def poll(
+        self, addresses: Sequence[str], tokens: Sequence[str]
+    ) -> Mapping[str, RouterReport | None]:
+        """Return what each router reports, by its address; None if it does not answer."""
         answers = await asyncio.gather(*(self._ask(address, tokens) for address in addresses))
-        reports = tuple(report for report in answers if report is not None)
-        return Polled(reports, len(answers) - len(reports))
+        return dict(zip(addresses, answers, strict=True))
 
     async def _ask(
         self, address: str, tokens: Sequence[str], wait_s: float = 0.0

@@ -25,6 +25,7 @@ from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.status.observed import Observed, PodView, deployment_view
 from diptych_operator.upgrades import Rendered
+from diptych_protocol.admin import TrialReport
 
 _ROUTER_KEYS = (CURRENT_KEYS_ANNOTATION, PREVIOUS_KEYS_ANNOTATION)
 _KEY_SET = re.compile("[-a-z0-9]+")
@@ -47,6 +48,8 @@ class ServiceSnapshot:
     """What the pods are to be rendered for; None if they cannot be."""
     held: bool = False
     """This operator would render the pods otherwise, and they wait for their turn."""
+    earlier_trials: Sequence[TrialReport] = ()
+    """See `Evidence.earlier`."""
 
     @property
     def aim(self) -> Counts:

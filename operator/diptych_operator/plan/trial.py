@@ -10,7 +10,7 @@ stands, so another operator goes on from there. No I/O, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Self
 
@@ -65,6 +65,8 @@ class Evidence:
     """Seconds since `before.since`."""
     reports: Sequence[TrialReport | None] = field(default=())
     """One of each router; None of one that tries nothing or does not answer."""
+    earlier: Sequence[TrialReport] = ()
+    """What routers saw before they ended, began anew or fell silent: see `TrialMemory`."""
     untrusted: Collection[str] = ()
     """Why engines of the target do not receive KV, in words."""
     again: bool = False
@@ -84,7 +86,7 @@ def advance(canary: Canary, trial: Trial, evidence: Evidence, problem: str) -> T
     """Return where the trial stands now. problem: why it fails, whatever the requests say."""
     if trial.failed or has_passed(canary, trial):
         return trial
-    seen = _total(trial, evidence.reports)
+    seen = _total(trial, evidence)
     why = problem or next(iter(evidence.untrusted), "") or _failure(canary.analysis, seen)
     if why:
         return Trial(trial.revision, trial.step, failed=why)
@@ -123,7 +125,7 @@ def lacks_requests(canary: Canary, trial: Trial, evidence: Evidence) -> int:
     """How many requests have to end before the step can be judged; with weight 0, none. An answer
     that goes on may yet fail, or turn out slow."""
     wanted = canary.analysis.min_requests if trial.weight else 0
-    seen = _total(trial, evidence.reports)
+    seen = _total(trial, evidence)
     return max(0, wanted - seen.requests + seen.open)
 
 
@@ -140,12 +142,42 @@ def _is_of(trial: Trial, report: TrialReport | None) -> bool:
     return report is not None and (report.revision, report.weight) == (trial.revision, trial.weight)
 
 
-def _total(trial: Trial, reports: Sequence[TrialReport | None]) -> TrialReport:
+def _total(trial: Trial, evidence: Evidence) -> TrialReport:
     """What all routers together saw in this step."""
-    those = [report for report in reports if report is not None and _is_of(trial, report)]
+    told = (*evidence.reports, *evidence.earlier)
+    those = [report for report in told if report is not None and _is_of(trial, report)]
     names = ("requests", "failed", "late", "ended", "slow", "handed_over", "open")
     sums = {name: sum(max(0, getattr(report, name)) for report in those) for name in names}
     return TrialReport(revision=trial.revision, weight=trial.weight, **sums)
+
+
+class TrialMemory:
+    """Keeps what routers saw of a step: one that ends or restarts would take it along, and what is
+    left could show the canary as better, or worse, than it is."""
+
+    def __init__(self) -> None:
+        self._step: Trial | None = None
+        self._newest: dict[str, TrialReport] = {}
+        """By the routers' addresses."""
+        self._over: list[TrialReport] = []
+        """The last words of routers that have begun to count anew."""
+
+    def earlier(self, trial: Trial, told: Mapping[str, TrialReport | None]) -> list[TrialReport]:
+        """Take what routers say now, by their addresses, and return what they do not say any more.
+        Answers that went on then do not count: how they ended nobody tells."""
+        step = Trial(trial.revision, trial.step, trial.weight)
+        if step != self._step:
+            self._step, self._newest, self._over = step, {}, []
+        now = {at: report for at, report in told.items() if report and _is_of(step, report)}
+        for at, report in now.items():
+            if at in self._newest and report.requests < self._newest[at].requests:
+                self._over.append(self._newest[at])
+        self._newest |= now
+        silent = (report for at, report in self._newest.items() if at not in now)
+        return [
+            msgspec.structs.replace(each, requests=each.requests - each.open, open=0)
+            for each in (*self._over, *silent)
+        ]
 
 
 def _failure(analysis: Analysis, seen: TrialReport) -> str:

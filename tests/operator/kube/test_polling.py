@@ -18,7 +18,7 @@ from waits import FOR_EVER_S, PATIENCE_S
 from diptych_operator import routers
 from diptych_operator.kube.client import RIGHTS, ApiError, Kube
 from diptych_operator.reconcile import AUTOSCALE_INTERVAL_S, REST_INTERVAL_S
-from diptych_operator.routers import Polled, Routers
+from diptych_operator.routers import Routers
 from diptych_protocol.admin import RouterReport
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -154,7 +154,7 @@ async def test_what_is_not_there_is_none() -> None:
 # --- routers ----------------------------------------------------------------------------------
 
 
-async def poll(answer: Answer, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> Polled:
+async def poll(answer: Answer, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> Any:
     async with served(answer) as port, Routers() as session:
         monkeypatch.setattr(routers, "ADMIN_PORT", port)
         return await session.poll(["127.0.0.1"], tokens or ["token"])
@@ -169,8 +169,8 @@ async def test_a_router_reports_to_either_token(
             return web.Response(status=401)
         return web.Response(body=msgspec.json.encode(REPORT))
 
-    assert await poll(answer, monkeypatch, *tokens) == Polled((REPORT,), 0)
-    assert await poll(answer, monkeypatch, "wrong") == Polled((), 1)
+    assert await poll(answer, monkeypatch, *tokens) == {"127.0.0.1": REPORT}
+    assert await poll(answer, monkeypatch, "wrong") == {"127.0.0.1": None}
 
 
 async def garbage(request: web.Request) -> web.StreamResponse:
@@ -205,7 +205,7 @@ async def too_long(request: web.Request) -> web.StreamResponse:
 async def test_what_is_no_report_counts_as_out_of_reach(
     answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await poll(answer, monkeypatch) == Polled((), 1)
+    assert await poll(answer, monkeypatch) == {"127.0.0.1": None}
 
 
 async def test_a_router_that_sleeps_tells_of_a_request_when_it_comes(

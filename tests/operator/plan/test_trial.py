@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 from cases import each
+from cluster_kit.reconciling import KEY, Store, one_pass, operating
 from cluster_kit.rollout_sequence import running
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from diptych_operator.api.pools import NOTHING, Counts
 from diptych_operator.api.service import Analysis, Canary, CanaryStep, Rollout
 from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
-from diptych_operator.plan.trial import advance
-from diptych_protocol.admin import TrialReport
+from diptych_operator.plan.trial import TrialMemory, advance
+from diptych_protocol.admin import RouterReport, TrialReport
 
 STEPS = (10, 50)
 
@@ -98,6 +100,76 @@ def test_a_step_begins_when_every_router_follows() -> None:
     (told,) = seen(trial)
     for reports, since in (((), ""), ((told, None), ""), ((told, told), NOON)):
         assert advance(CANARY, trial, Evidence(now=NOON, reports=reports), "").since == since
+
+
+def test_what_a_router_saw_still_counts_after_it_restarted_or_fell_silent() -> None:
+    trial, memory = Trial("b", weight=10, since=NOON), TrialMemory()
+
+    def told(**counts: int) -> TrialReport:
+        return TrialReport(revision="b", weight=10, **counts)
+
+    first, other = told(requests=30, failed=2, open=4, ended=24), told(requests=9)
+    over = told(requests=26, failed=2, ended=24)
+    assert memory.earlier(trial, {"a": first, "z": other}) == []
+    assert memory.earlier(trial, {"a": None, "z": other}) == [over]
+    assert memory.earlier(trial, {"a": first, "z": other}) == [], "it was only silent"
+    assert memory.earlier(trial, {"a": told(requests=1), "z": other}) == [over], "it restarted"
+    assert memory.earlier(trial, {"z": other}) == [over, told(requests=1)], "it is gone"
+    again = {"z": told(requests=2), "y": None}
+    assert memory.earlier(trial, again) == [over, other, told(requests=1)]
+    assert memory.earlier(replace_step(trial), again) == [], "another step counts for itself"
+
+
+def replace_step(trial: Trial) -> Trial:
+    return msgspec.structs.replace(trial, step=trial.step + 1, weight=50)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "after"),
+    [
+        ({"requests": 90, "failed": 2}, {"requests": 20, "failed": 2}, ("failed", 0)),
+        ({"requests": 900}, {"requests": 20, "failed": 3}, ("", 1)),
+        ({"requests": 19}, {"requests": 1}, ("", 1)),
+        ({"requests": 19}, {}, ("", 0)),
+    ],
+    ids=["bad ones", "good ones", "enough", "too few"],
+)
+def test_a_restart_of_a_router_neither_helps_nor_harms_a_canary(
+    earlier: dict[str, int], now: dict[str, int], after: tuple[str, int]
+) -> None:
+    trial = Trial("b", weight=10, since=NOON)
+    (before,) = (report for report in seen(trial, **earlier) if report)
+    evidence = Evidence(held_s=60, reports=seen(trial, **now), earlier=[before])
+    found = advance(CANARY, trial, evidence, "")
+    assert ("failed" if found.failed else "", found.step) == after
+
+
+async def test_an_operator_remembers_what_a_router_saw_before_it_restarted() -> None:
+    store = Store()
+    canary = {"steps": [{"weight": 10, "pauseSeconds": 3600}]}
+    store.spec = {"transfer": {"verify": "Off"}, "rollout": {"type": "Canary", "canary": canary}}
+    report = RouterReport(
+        ready=True, reason="", open_requests=0, held_requests=0, serving_revisions=[],
+        engines=[], canaries=[],
+    )  # fmt: skip
+    store.reports = [report]
+    for _ in range(2):
+        await one_pass(store)
+        store.settle()
+    store.spec |= {"engine": {"blockSize": 32}}
+    bad = iter([{"requests": 100, "failed": 2}, {"requests": 50, "failed": 2}])
+    async with operating(store) as reconciler:
+        for _ in range(10):
+            await reconciler.reconcile(KEY)
+            store.settle()
+            path = next(p for p in store.objects if p.endswith("configmaps/svc-serving"))
+            told = msgspec.json.decode(store.objects[path]["data"]["serving.json"])
+            counts = next(bad, {}) if told.get("canary") else {}
+            trial = TrialReport(revision=told.get("canary", ""), weight=10, **counts)
+            store.reports = [
+                msgspec.structs.replace(report, serving_revisions=told["revisions"], trial=trial)
+            ]
+    assert "4 of 150 requests failed" in store.service(KEY)["status"]["rollout"]["message"]
 
 
 trials = st.builds(

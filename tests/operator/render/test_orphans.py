@@ -122,3 +122,19 @@ async def test_a_pod_that_stays_after_its_end_is_named_with_the_reason(
     said = store.condition("Degraded")["message"]
     assert pod["metadata"]["name"] in said if words else said == "Nothing wants attention."
     assert words in said
+
+
+async def test_a_pod_whose_labels_somebody_changed_is_named_until_it_is_gone(store: Store) -> None:
+    """Its ReplicaSet has let go of it and made another one, and nobody else would end it."""
+    await one_pass(store)
+    store.start_pods()
+    await one_pass(store)
+    assert store.condition("Degraded")["message"] == "Nothing wants attention."
+    pod = store.pods_here[0]
+    owners = pod["metadata"].pop("ownerReferences")
+    await one_pass(store)
+    said = store.condition("Degraded")["message"]
+    assert f"the Pod {pod['metadata']['name']} belongs to nothing" in said
+    pod["metadata"]["ownerReferences"] = owners
+    await one_pass(store)
+    assert store.condition("Degraded")["message"] == "Nothing wants attention."

@@ -5,7 +5,7 @@ On the import path of the tests (pytest's `pythonpath`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from typing import Any
@@ -22,13 +22,15 @@ from diptych_operator.kube.watch import trimmed
 from diptych_operator.kube.workloads import deployments_among, sizes
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
-from diptych_operator.routers import Polled, Routers
+from diptych_operator.routers import Routers
 from diptych_protocol.admin import RouterReport
 
 Object = dict[str, Any]
 KEY = ("ns", "svc")
 SECRETS = "/api/v1/namespaces/ns/secrets"
 RUNNING: Object = {"phase": "Running", "podIP": "127.0.0.9"}
+REPLICA_SET: Object = {"kind": "ReplicaSet", "name": "of-them", "controller": True}
+"""What owns the pods."""
 
 
 def edited(obj: Object, operations: Sequence[Object]) -> Object:
@@ -141,6 +143,7 @@ class Store:
         for deployment in self.deployments():
             its = deployment["metadata"]
             meta = {"name": f"{its['name']}-0", "namespace": "ns", "labels": its["labels"]}
+            meta["ownerReferences"] = [REPLICA_SET]
             spec = deployment["spec"]["template"]["spec"]
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
             self.pods_here.append(dict(trimmed({**pod, "status": status or RUNNING})))
@@ -159,7 +162,8 @@ class Store:
         for pool in deployments_among(self.children(KEY)):
             its, wanted = pool["metadata"], pool["spec"].get("replicas", 1)
             for number in range(wanted):
-                meta = {"name": f"{its['name']}-{number}", "namespace": "ns"}
+                meta: Object = {"name": f"{its['name']}-{number}", "namespace": "ns"}
+                meta["ownerReferences"] = [REPLICA_SET]
                 pod = {
                     "apiVersion": "v1", "kind": "Pod", "status": RUNNING,
                     "metadata": meta | {"labels": its["labels"]},
@@ -216,10 +220,12 @@ class StoresRouters(Routers):
         super().__init__()
         self._store = store
 
-    async def poll(self, addresses: Iterable[str], tokens: Sequence[str]) -> Polled:
+    async def poll(
+        self, addresses: Sequence[str], tokens: Sequence[str]
+    ) -> Mapping[str, RouterReport | None]:
         if self._store.reports is None:
             return await super().poll(addresses, tokens)
-        return Polled(tuple(self._store.reports), 0)
+        return {str(place): each for place, each in enumerate(self._store.reports)}
 
 
 @asynccontextmanager
