@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -17,6 +21,7 @@ from diptych_operator.api.names import (
     ROLE_LABEL,
     ROUTE_SUFFIX,
     TLS_VOLUME,
+    Part,
     object_name,
 )
 from diptych_operator.api.parse import parse_route
@@ -30,6 +35,7 @@ from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.watch import is_ready
 from diptych_operator.referents import Referents
 from diptych_operator.render.route import Served, route_objects
+from diptych_operator.routers import TIMEOUT_S
 from diptych_operator.service_snapshot import label
 from diptych_operator.status.conditions import MAX_PART
 from diptych_operator.status.diagnose import diagnose, shorten
@@ -59,12 +65,17 @@ class Routes:
         self._images, self._rivals, self._allowed = images, rivals, allowed
         self._children = Children(kube)
         self._referents = Referents(kube)
+        self._known: dict[ServiceKey, dict[str, Served]] = {}
+        """What each route last knew of its services: one that is deleted and applied again is
+        likely to be as it was, and a pass that knew nothing of it would replace the route's pods.
+        """
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """Bring one route closer to its spec. Returns the seconds until the next pass."""
         raw = self._watched.route(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             self._children.forget(key[0], key[1].removesuffix(ROUTE_SUFFIX))
+            self._known.pop(key, None)
             return None
         try:
             return await self._rivals.unless_served(key[0], lambda: self._pass(key, raw))
@@ -77,7 +88,8 @@ class Routes:
                 check_limits(raw["spec"], self._allowed)
             route = parse_route(raw, self._images)
             live = {child_id(child): child for child in self._watched.children(key)}
-            wanted = route_objects(route, self._served(route), self._cluster)
+            served = self._known[key] = self._served(route, self._known.get(key, {}))
+            wanted = route_objects(route, served, self._cluster)
             await self._children.adopt(route, live.values())
             lags = await self._children.apply_all(route, wanted, live)
         except SpecError as exc:
@@ -96,13 +108,14 @@ class Routes:
             observed = observe(deployments, self._watched.pods(key))
             ready = sum(view.ready for view in observed.deployments)
             why = await self._why_not_ready(route, live, observed, lags=lags)
-            reason, message = next(self._problems(route, why), ("Serving", "it serves"))
+            ended = "" if route.spec.tls is None else await self._certificate_ended(key)
+            reason, message = next(self._problems(route, why, ended), ("Serving", "it serves"))
             await self._report(raw, reason, message, f"{ready}/{route.spec.replicas}")
         return LOOK_S
 
-    def _served(self, route: ModelRoute) -> dict[str, Served]:
-        """The services that are there, by their names."""
-        found = {}
+    def _served(self, route: ModelRoute, before: dict[str, Served]) -> dict[str, Served]:
+        """The services that are there, or were `before`, by their names."""
+        found = {name: before[name] for name in route.services if name in before}
         for name in route.services:
             key = route.metadata.namespace, name
             raw = self._watched.service(key)
@@ -111,15 +124,17 @@ class Routes:
                 tls = ((spec.get("router") or {}).get("tls") or {}).get("secretName", "")
                 model = spec["model"].get("servedName") or name
                 # The one that is asked for may never come, where its Secret is not there.
-                shown = {_certificate_of(pod, tls) for pod in self._routers(key)}
-                found[name] = Served(model, tls if tls in shown or not shown else min(shown))
+                shown = {_certificate_of(pod, tls) for pod in self._ready_pods(key, "router")}
+                now = tls if tls in shown or not shown else min(shown)
+                other = min(shown - {tls, ""}, default="") if tls and now else ""
+                found[name] = Served(model, tls if other else now, other)
         return found
 
-    def _routers(self, service: ServiceKey) -> Iterator[Raw]:
-        """The pods that its Service leads to."""
-        for pod in self._watched.pods(service):
+    def _ready_pods(self, owner: ServiceKey, role: Part) -> Iterator[Raw]:
+        """The pods that the owner's Service leads to."""
+        for pod in self._watched.pods(owner):
             leaves = "deletionTimestamp" in pod["metadata"]
-            if label(pod, ROLE_LABEL) == "router" and is_ready(pod) and not leaves:
+            if label(pod, ROLE_LABEL) == role and is_ready(pod) and not leaves:
                 yield pod
 
     async def _why_not_ready(
@@ -146,10 +161,27 @@ class Routes:
                 findings = [words.format(keys.secret_name)]
         return ": ".join([said, *findings])
 
-    def _problems(self, route: ModelRoute, why: str) -> Iterator[tuple[str, str]]:
+    async def _certificate_ended(self, key: ServiceKey) -> str:
+        """When the certificate that a pod of the route shows ended, an RFC 3339 time; empty if it
+        has not, or none says. All pods have one Secret."""
+        pod = next(self._ready_pods(key, "route"), None)
+        if pod is None:
+            return ""
+        try:
+            ends = await asyncio.to_thread(_last_moment, pod["status"].get("podIP", ""))
+        except (OSError, ValueError) as exc:
+            log.debug("%s/%s: its certificate cannot be seen: %s", *key, exc)
+            return ""
+        return "" if ends > self._kube.now else f"{ends:%Y-%m-%dT%H:%M:%SZ}"
+
+    def _problems(self, route: ModelRoute, why: str, ended: str) -> Iterator[tuple[str, str]]:
         """Reason and message of what keeps the route from being ready, the worst first."""
         if why:
             yield "PodsNotReady", why
+        if ended and route.spec.tls is not None:
+            words = f"the certificate of the Secret {route.spec.tls.secret_name} of spec.tls ended "
+            words += f"at {ended}, and clients refuse it: renew it"
+            yield "CertificateExpired", words
         for name in route.services:
             raw = self._watched.service((route.metadata.namespace, name))
             if raw is None:
@@ -199,6 +231,23 @@ def _certificate_of(router: Raw, asked: str) -> str:
         if volume["name"] == TLS_VOLUME:
             return str((volume.get("secret") or {}).get("secretName", asked))
     return ""
+
+
+_NO_CHECK_TIME = 0x200000
+"""OpenSSL's X509_V_FLAG_NO_CHECK_TIME."""
+
+
+def _last_moment(address: str) -> datetime:
+    """Until when the certificate is good that a pod shows. Raises `OSError`, `ValueError`."""
+    where = address, HTTP_PORT
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    # Only of one that is trusted Python tells more than its bytes.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    context.load_verify_locations(cadata=ssl.get_server_certificate(where, timeout=TIMEOUT_S))
+    with socket.create_connection(where, TIMEOUT_S) as line, context.wrap_socket(line) as end:
+        shown = end.getpeercert() or {}
+    return datetime.fromtimestamp(ssl.cert_time_to_seconds(str(shown["notAfter"])), UTC)
 
 
 def _differences(route: ModelRoute, name: str, router: Raw) -> Iterator[tuple[str, str]]:

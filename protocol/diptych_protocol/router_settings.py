@@ -153,6 +153,8 @@ class RouteTarget(msgspec.Struct, frozen=True):
     """Its share of the requests; with 0 it is asked only when others cannot answer."""
     certificate: str = ""
     """A file with the certificate that its routers show; empty: they serve plain HTTP."""
+    other_certificate: str = ""
+    """One with that which some of them show; empty: all show the same."""
 
 
 class RouteModel(msgspec.Struct, frozen=True):

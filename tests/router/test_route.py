@@ -25,6 +25,7 @@ from waits import PATIENCE_S
 
 from diptych_frontend.api_docs.operations import OPERATIONS
 from diptych_frontend.app import build_app
+from diptych_frontend.openai import tls
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.asgi import BodyRoom
 from diptych_frontend.openai.server import Site, listen, serve_sites
@@ -435,12 +436,12 @@ class Secured:
 
 
 @contextlib.asynccontextmanager
-async def secured(tmp_path: Path, certificate: Path) -> AsyncIterator[Secured]:
+async def secured(tmp_path: Path, certificate: Path, other: str = "") -> AsyncIterator[Secured]:
+    """other: a file with a further certificate that some of its routers show."""
     listener, context = listen("127.0.0.1", 0), Certificate(certificate).context
     known = tmp_path / "a.crt"
-    target = RouteTarget(
-        "a", f"https://127.0.0.1:{listener.getsockname()[1]}", "echo", certificate=str(known)
-    )
+    url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+    target = RouteTarget("a", url, "echo", certificate=str(known), other_certificate=other)
     config = RouteConfig("front", [RouteModel(["m"], [target])])
     site = Site(build_app(EchoEngine()), listener, context)
     service = asyncio.create_task(serve_sites(site))
@@ -506,6 +507,33 @@ async def test_a_service_that_keeps_its_former_certificate_is_known_by_it(tmp_pa
         assert await asyncio.gather(*(route.ask() for _ in range(9))) == [200] * 9
         (known,) = route.proxy.certificates.values()
         assert len(known.contexts) == 1, "the former is no longer trusted"
+
+
+async def test_a_former_certificate_is_not_believed_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has its key, and stands between, could show it again and again."""
+    async with secured(tmp_path, CERTIFICATES / "first") as route:
+        route.knows((CERTIFICATES / "first" / "tls.crt").read_bytes())
+        assert await route.ask() == 200
+        route.knows((CERTIFICATES / "second" / "tls.crt").read_bytes())
+        (known,) = route.proxy.certificates.values()
+        assert len(known.contexts) == 2, "for a while"
+        monkeypatch.setattr(tls, "FORMER_S", 0.0)
+        known.refresh()
+        assert len(known.contexts) == 1
+        assert [await route.ask() for _ in range(2)] == [503, 503]
+
+
+async def test_each_certificate_of_a_services_routers_is_known(tmp_path: Path) -> None:
+    """While routers with another Secret take the place of those that were there."""
+    first, second = (CERTIFICATES / name for name in ("first", "second"))
+    async with secured(tmp_path, second, other=str(second / "tls.crt")) as route:
+        route.knows((first / "tls.crt").read_bytes())
+        for number, shown in enumerate((second, first, second, first), 1):
+            route.context.load_cert_chain(shown / "tls.crt", shown / "tls.key")
+            asked = [route.ask() for _ in range(2 * number)]  # more than connections are kept
+            assert await asyncio.gather(*asked) == [200] * len(asked)
 
 
 async def test_a_page_of_another_site_may_not_use_a_route(route: Route) -> None:

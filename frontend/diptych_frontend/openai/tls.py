@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +22,9 @@ CERTIFICATE_FILE, KEY_FILE = "tls.crt", "tls.key"
 CERTIFICATE_END = "-----END CERTIFICATE-----"
 MOST_BYTES = 1 << 20
 """A Secret holds no more."""
+FORMER_S: Final = 24 * 3600.0
+"""How long a service may go on with its former certificate: whoever else has the key of that one
+could show it for ever."""
 
 
 class Certificate:
@@ -94,40 +99,55 @@ class KnownCertificate:
     """The certificate of a service that is asked. Whoever shows another one is not that service,
     whoever signed it; so it need not have the name by which the service is called."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._mark: Mark = ()
+    def __init__(self, files: Iterable[Path]) -> None:
+        """files: with one certificate each, of which the service shows any."""
+        self._marks: dict[Path, Mark] = dict.fromkeys(files, ())
+        self._read: dict[Path, ssl.SSLContext] = {}
+        self._changed_at = 0.0
+        """When one was read last, by the monotonic clock."""
         self.shown: ssl.SSLContext | None = None
-        """The one that trusts what the service has shown last."""
-        self.contexts: tuple[ssl.SSLContext, ...] = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),)
-        """For new connections, the first to be tried first; they trust nobody before the file is
-        there. The last is the file's. One before it is what the service has shown until now: it
-        goes on with its former certificate where the new one is not its key's."""
+        """The one that trusts what the service has shown last. That may be its former certificate:
+        it goes on with it where the new one is not its key's."""
         self.refresh()
 
+    @property
+    def contexts(self) -> tuple[ssl.SSLContext, ...]:
+        """For new connections, the first to be tried first; they trust nobody before a file is
+        there."""
+        trusted = dict.fromkeys([*filter(None, [self.shown]), *self._read.values()])
+        return tuple(trusted) or (_NOBODY,)
+
     def recognise(self, context: ssl.SSLContext) -> None:
-        """Take note of what the service has shown. What it had before the file's is over then."""
+        """Take note of what the service has shown. A former certificate is over then."""
         if context in self.contexts:
             self.shown = context
-        if context is self.contexts[-1]:
-            self.contexts = (context,)
 
     def refresh(self) -> bool:
-        """Read the file if it has changed; True if there is a new certificate. What cannot be read
+        """Read the files that have changed; True if there is a new certificate. What cannot be read
         changes nothing, and is logged."""
-        seen = mark(self._file.parent, [self._file.name])
-        if seen == self._mark:
+        news = [self._look(file) for file in self._marks]
+        now = time.monotonic()
+        if any(news):
+            self._changed_at = now
+        elif self.shown not in self._read.values() and now - self._changed_at > FORMER_S:
+            self.shown = None
+        return any(news)
+
+    def _look(self, file: Path) -> bool:
+        seen = mark(file.parent, [file.name])
+        if seen == self._marks[file]:
             return False
-        self._mark = seen
+        self._marks[file] = seen
         try:
-            new = _trusting(self._file)
+            self._read[file] = _trusting(file)
         except (OSError, ValueError) as exc:
-            log.error("%s: %s; the former certificate is expected", self._file, exc)
+            log.error("%s: %s; the former certificate is expected", file, exc)
             return False
-        self.contexts = (new,) if self.shown is None else (self.shown, new)
         return True
 
 
+_NOBODY: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Trusts no certificate."""
 _NO_CHECK_TIME: Final = 0x200000
 """OpenSSL's X509_V_FLAG_NO_CHECK_TIME. Whoever mounts a certificate says that it is the service's:
 past its last day requests through a route would only fail."""

@@ -55,6 +55,8 @@ class Served(NamedTuple):
     """The model's name."""
     tls_secret: str = ""
     """The name of the Secret of its certificate; empty: it serves plain HTTP."""
+    other_tls_secret: str = ""
+    """That of the certificate which some of its routers still have; empty: none has another."""
 
 
 Services = Mapping[str, Served]
@@ -102,8 +104,8 @@ def _target(service: RoutedService, namespace: str, served: Services) -> RouteTa
     known = served.get(service.name, Served(service.name))
     scheme = "https" if known.tls_secret else "http"
     url = f"{scheme}://{service.name}-router.{namespace}.svc:{HTTP_PORT}"
-    certificate = f"{CERTIFICATES_DIR}/{service.name}.crt" if known.tls_secret else ""
-    return RouteTarget(service.name, url, service.model or known.model, service.weight, certificate)
+    files = [f"{CERTIFICATES_DIR}/{file}" for file in _files(service.name, known)]
+    return RouteTarget(service.name, url, service.model or known.model, service.weight, *files)
 
 
 def _certificates(route: ModelRoute, served: Services) -> list[Object]:
@@ -112,17 +114,24 @@ def _certificates(route: ModelRoute, served: Services) -> list[Object]:
     sources = [
         {
             "secret": {
-                "name": served[name].tls_secret,
-                "items": [{"key": "tls.crt", "path": f"{name}.crt"}],
+                "name": secret,
+                "items": [{"key": "tls.crt", "path": file}],
                 "optional": True,
             }
         }
         for name in route.services
-        if name in served and served[name].tls_secret
+        if name in served
+        for file, secret in _files(name, served[name]).items()
     ]
     if not sources:
         return []
     return [{"name": "certificates", "projected": {"sources": sources, "defaultMode": 0o440}}]
+
+
+def _files(service: str, known: Served) -> dict[str, str]:
+    """Those of its certificates, and their Secrets; no service's name has a dot."""
+    found = {f"{service}.crt": known.tls_secret, f"{service}.other.crt": known.other_tls_secret}
+    return {file: secret for file, secret in found.items() if secret}
 
 
 def _deployment(route: ModelRoute, config: Object, served: Services) -> Object:

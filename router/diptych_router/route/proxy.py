@@ -93,7 +93,9 @@ class Proxy:
         )
         self._workers = RequestWorkers()
         self.certificates = {
-            target.url: KnownCertificate(Path(target.certificate))
+            target.url: KnownCertificate(
+                map(Path, filter(None, (target.certificate, target.other_certificate)))
+            )
             for targets in self._targets.values()
             for target in targets.all
             if target.certificate

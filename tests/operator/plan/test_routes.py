@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
-from cluster_kit.reconciling import Store, serving
+from cluster_kit.reconciling import RUNNING, Store, serving
 
+from diptych_frontend.openai.tls import Certificate
+from diptych_operator import routes as routes_module
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed
 from diptych_operator.kube.cluster import Cluster
@@ -16,6 +22,7 @@ from diptych_operator.routes import Routes
 
 Object = dict[str, Any]
 KEY = ("ns", "front.route")
+CERTIFICATES = Path(__file__).parents[2] / "support" / "certificates"
 WHOLE = {"readyReplicas": 1, "updatedReplicas": 1, "replicas": 1, "observedGeneration": 1}
 PULLING = {
     "phase": "Pending",
@@ -220,6 +227,54 @@ async def test_a_service_that_is_not_there_is_named_and_the_others_are_served() 
     assert [each["model"] for each in model["targets"]] == ["a", "big"]
 
 
+async def test_a_service_that_is_made_anew_replaces_no_pods_of_a_route() -> None:
+    own = {"model": {"servedName": "big"}, "router": {"tls": {"secretName": "cert"}}}
+    store = Watched({"a": {}, "b": own})
+
+    def made() -> list[Object]:
+        parts = {"ConfigMap": "data", "Deployment": "spec"}
+        kept = [o[parts[o["kind"]]] for o in store.children(KEY) if o["kind"] in parts]
+        return deepcopy(kept)
+
+    async with serving(store) as kube:
+        rivals = Rivals(kube, serves_cluster=False)
+        routes = Routes(kube, store, Cluster(), Images(), rivals)  # type: ignore[arg-type]
+        await routes.reconcile(KEY)
+        before = made()
+        del store.services["b"]
+        await routes.reconcile(KEY)
+        assert made() == before
+        store.services["b"] = own
+        await routes.reconcile(KEY)
+        assert made() == before
+        store.services["b"] = {}
+        await routes.reconcile(KEY)
+        assert made() != before, "it is another one"
+
+
+@pytest.mark.parametrize(
+    ("certificate", "ready"),
+    [("expired", ("False", "CertificateExpired")), ("first", ("True", "Serving"))],
+)
+async def test_a_route_says_that_its_own_certificate_has_ended(
+    certificate: str, ready: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Watched({"a": {}, "b": {}}, tls={"secretName": "cert"})
+    context = Certificate(CERTIFICATES / certificate).context
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.9", 0, ssl=context
+    )
+    async with server:
+        monkeypatch.setattr(routes_module, "HTTP_PORT", server.sockets[0].getsockname()[1])
+        await passes(store)
+        store.start_pods(RUNNING | {"conditions": [{"type": "Ready", "status": "True"}]})
+        assert await settled(store) == ready
+        (condition,) = store.route(KEY)["status"]["conditions"]
+        if certificate == "expired":
+            assert "Secret cert of spec.tls ended at 2020-02-01T00:00:00Z" in condition["message"]
+    assert await settled(store) == ("True", "Serving"), "one that does not answer says nothing"
+
+
 async def test_services_that_would_refuse_its_clients_are_named() -> None:
     other = {"a": KEYS, "b": {}}
     assert await settled(Watched(other)) == ("False", "KeysDiffer")
@@ -253,8 +308,11 @@ async def test_a_service_is_asked_as_its_routers_serve_until_one_serves_as_its_s
         ([], ("https", ["new"])),
         ([http], ("http", [])),
         ([http, new], ("https", ["new"])),
-        ([former, leaving], ("https", ["former"])),
-        ([former, router_pod("new", ready="False")], ("https", ["former"])),
+        # Before the first router shows the new one, until none shows the former.
+        ([former, leaving], ("https", ["new", "former"])),
+        ([former, router_pod("new", ready="False")], ("https", ["new", "former"])),
+        ([former, new], ("https", ["new", "former"])),
+        ([new], ("https", ["new"])),
     ):
         store.routers = {"a": pods}
         await passes(store)

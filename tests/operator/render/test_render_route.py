@@ -92,6 +92,18 @@ def test_the_certificates_of_services_are_mounted_without_their_keys() -> None:
     ]  # fmt: skip
 
 
+def test_both_certificates_are_known_while_a_service_changes_from_one_secret_to_another() -> None:
+    objects = rendered(served={"smollm2": Served("smol", "new", "former")})
+    assert [words for obj in objects.values() for words in complaints(obj)] == []
+    volumes = objects["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    (sources,) = (each["projected"]["sources"] for each in volumes if "projected" in each)
+    files = {each["secret"]["items"][0]["path"]: each["secret"]["name"] for each in sources}
+    assert files == {"smollm2.crt": "new", "smollm2.other.crt": "former"}
+    target = config_of(objects).models[0].targets[0]
+    mounted = [target.certificate, target.other_certificate]
+    assert [Path(each).name for each in mounted] == list(files)
+
+
 def test_keys_and_certificate_are_mounted_as_a_routers() -> None:
     objects = rendered(apiKeys={"secretName": "keys"}, tls={"secretName": "cert"})
     pod = objects["Deployment"]["spec"]["template"]["spec"]
