@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -70,6 +71,31 @@ async def test_a_disaggregated_set_is_compared_whatever_its_size() -> None:
     assert found.replaces_pods
     role = "spec.roles[decode].spec.leaderWorkerTemplate.workerTemplate"
     assert f"{role}.spec.containers[engine].image" in {change.path for change in found.changes}
+
+
+async def test_quantities_that_the_api_server_writes_in_its_own_form_are_the_same() -> None:
+    store = Store()
+    written = {"requests": {"cpu": "1000m", "memory": "2048Mi"}, "limits": {"cpu": "0.5"}}
+    store.spec = {"decode": {"resources": written}}
+    for _ in range(2):
+        await one_pass(store)
+    stored = {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"cpu": "500m"}}
+    (decode,) = (d for d in store.deployments() if "-decode-" in d["metadata"]["name"])
+    (engine,) = decode["spec"]["template"]["spec"]["containers"]
+    engine["resources"] = stored
+    assert not planned(store, Images()).pending
+    engine["resources"] = stored | {"limits": {"cpu": "501m"}}
+    (change,) = planned(store, Images()).changes
+    assert (change.live, change.wanted) == ("501m", "0.5")
+
+
+async def test_a_service_that_was_never_to_serve_lacks_no_pods() -> None:
+    store = Store()
+    store.spec = {"suspend": True}
+    for _ in range(2):
+        await one_pass(store)
+    assert not planned(store, Images()).pending
+    assert planned(store, Images(), suspend=False).pending
 
 
 async def test_what_needs_no_new_pods_says_so() -> None:
@@ -147,6 +173,31 @@ class Operated(Asked):
 
     def children(self, *_: object) -> list[Object]:
         return self.store.children(KEY)
+
+
+class Listing(Asked):
+    """A cluster that serves these, and has one object of each kind."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def _list(self, path: str, query: Mapping[str, str] | None = None) -> list[Object]:
+        self.asked.append(path.rpartition("/")[2])
+        return [{"metadata": {"name": "svc-router"}}]
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_what_leads_a_gateway_to_a_service_is_looked_at_where_the_cluster_has_it(
+    able: bool,
+) -> None:
+    raw = Store().service(KEY)
+    raw["spec"]["expose"] = {"gateway": {"name": "front"}}
+    listing = Listing()
+    found = listing.children(raw, Cluster(has_gateways=able))
+    assert ({"httproutes", "inferencepools"} <= {*listing.asked}) is able
+    assert ({"HTTPRoute", "InferencePool"} <= {each["kind"] for each in found}) is able
+    (of_none,) = plans(Operated(), [raw], "diptych-system")  # where there are none of these kinds
+    assert "HTTPRoute" not in of_none.text
 
 
 @pytest.mark.parametrize("words", [{}, {"args": ["--of-a-later-version=1"]}])

@@ -117,7 +117,14 @@ class Cluster:
     def children(self, raw: Raw, able: Capabilities) -> list[Raw]:
         """Return what an operator made of a service, but for Secrets and PoolScalers."""
         from diptych_operator.kube.client import PLURALS
-        from diptych_operator.kube.cluster import SET_API, SET_KIND
+        from diptych_operator.kube.cluster import (
+            HTTP_ROUTE_API,
+            HTTP_ROUTE_KIND,
+            POOL_API,
+            POOL_KIND,
+            SET_API,
+            SET_KIND,
+        )
 
         meta = raw["metadata"]
         where = f"namespaces/{quote(meta['namespace'], safe='')}"
@@ -129,6 +136,8 @@ class Cluster:
         }  # fmt: skip
         if able.has_sets and raw["spec"].get("workload") == SET_KIND:
             kinds[SET_KIND] = f"apis/{SET_API}"
+        if able.has_gateways and (raw["spec"].get("expose") or {}).get("gateway"):
+            kinds |= {POOL_KIND: f"apis/{POOL_API}", HTTP_ROUTE_KIND: f"apis/{HTTP_ROUTE_API}"}
         return [
             item | {"kind": kind}  # entries of a list do not say it
             for kind, group in kinds.items()

@@ -17,7 +17,12 @@ from diptych.kubectl.cluster import Cluster, ClusterError, Raw
 from diptych_operator import arguments
 from diptych_operator.api.base import Object, SpecError
 from diptych_operator.api.images import Images
-from diptych_operator.api.names import CONFIG_HASH_ANNOTATION, ROLE_LABEL, object_name
+from diptych_operator.api.names import (
+    CONFIG_HASH_ANNOTATION,
+    REVISION_LABEL,
+    ROLE_LABEL,
+    object_name,
+)
 from diptych_operator.api.parse import parse_object
 from diptych_operator.kube import cluster as capabilities
 from diptych_operator.kube.client import FIELD_MANAGER, differences
@@ -85,6 +90,7 @@ def plans(cluster: Cluster, services: Sequence[Raw], operator_namespace: str) ->
         version["minor"],
         served,
         operator_namespace,
+        has_gateways={capabilities.POOL_API, capabilities.HTTP_ROUTE_API} <= {*served},
         has_sets=capabilities.SET_API in served,
     )
     found = (
@@ -139,10 +145,10 @@ def _changes(
     )
     last = snapshot.last_rendered
     before = last.revision if last else target
-    objects = [
-        *render_shared(service, cluster, keys, Serving()),
-        *render_revision(service, cluster, target, keys, fixed_counts(service)),
-    ]
+    objects = render_shared(service, cluster, keys, Serving())
+    # Of one that was never to serve, nothing more is made before it is.
+    if not service.spec.suspend or any(label(child, REVISION_LABEL) for child in children):
+        objects += render_revision(service, cluster, target, keys, fixed_counts(service))
     for obj in objects:
         kind, name = obj["kind"], obj["metadata"]["name"]
         if name == object_name(service, "serving"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -19,6 +20,7 @@ from urllib.parse import quote, urlencode
 import aiohttp
 import msgspec
 from kubernetes.aio import client, config
+from kubernetes.utils.quantity import parse_quantity
 
 from diptych_operator.api.base import Raw
 from diptych_protocol import UNREADABLE, DiptychError
@@ -385,14 +387,30 @@ def differences(wanted: Any, live: Any, path: str = "") -> Iterator[Difference]:
     """Yield the fields of `wanted` that `live` lacks or has otherwise.
 
     Fields that only `live` has are defaults, or other managers'. What is empty is not stored, and
-    the API server makes texts of some numbers. A list of another length differs as a whole.
+    the API server makes texts of some numbers, and of quantities a form of its own: `1` of `1000m`.
+    A list of another length differs as a whole.
     """
     if isinstance(wanted, Mapping) and isinstance(live, Mapping):
         for name, value in wanted.items():
             yield from differences(value, live.get(name), f"{path}.{name}".lstrip("."))
     elif isinstance(wanted, list) and isinstance(live, list) and len(wanted) == len(live):
-        for index, (value, there) in enumerate(zip(wanted, live, strict=True)):
+        for index, (value, there) in enumerate(zip(*map(_in_order, (wanted, live)), strict=True)):
             name = value.get("name", index) if isinstance(value, Mapping) else index
             yield from differences(value, there, f"{path}[{name}]")
     elif (wanted or live) and str(wanted) != str(live):
+        with contextlib.suppress(ValueError):
+            if _QUANTITY.search(path) and parse_quantity(wanted) == parse_quantity(str(live)):
+                return
         yield Difference(path, wanted, live)
+
+
+def _in_order(entries: list[Any]) -> list[Any]:
+    """Those with names, by names: apply leaves what was there where it was, and new ones behind."""
+    try:
+        return sorted(entries, key=lambda entry: str(entry.get("mountPath") or entry["name"]))
+    except (AttributeError, KeyError):
+        return entries
+
+
+_QUANTITY = re.compile(r"\b(?:resources\.(?:limits|requests)\..+|sizeLimit|divisor)$")
+"""The path of a field that is one."""

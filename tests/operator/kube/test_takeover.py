@@ -120,6 +120,27 @@ async def test_at_rest_nothing_is_made_and_what_somebody_changes_is_mended(
             {"containers": [{"name": "engine", "image": "old", "tty": True}]},
             Difference("containers[engine].image", "new", "old"),
         ),
+        # An API server adds what is new behind what was there.
+        (
+            {"volumes": [{"name": "keys"}, {"name": "tls", "secret": {}}, {"name": "tmp"}]},
+            {"volumes": [{"name": "keys"}, {"name": "tmp"}, {"name": "tls", "secret": {}}]},
+            None,
+        ),
+        (
+            {"mounts": [{"mountPath": "/b", "name": "x"}, {"mountPath": "/a", "name": "x"}]},
+            {"mounts": [{"mountPath": "/a", "name": "x"}, {"mountPath": "/b", "name": "y"}]},
+            Difference("mounts[x].name", "x", "y"),
+        ),
+        ({"args": ["b", "a"]}, {"args": ["b", "a"]}, None),
+        ({"args": ["b"]}, {"args": ["a"]}, Difference("args[0]", "b", "a")),
+        # It also writes quantities in its own form.
+        (
+            {"resources": {"limits": {"cpu": "0.5"}}},
+            {"resources": {"limits": {"cpu": "500m"}}},
+            None,
+        ),
+        ({"v": {"sizeLimit": "1024Mi"}}, {"v": {"sizeLimit": "1Gi"}}, None),
+        ({"v": {"value": "1000m"}}, {"v": {"value": "1"}}, Difference("v.value", "1000m", "1")),
     ],
 )
 def test_only_what_is_rendered_is_compared(
