@@ -229,6 +229,12 @@ def test_a_cause_carries_the_remedy_once() -> None:
     assert explain(Degraded=("True", "OfANewerOperator", "x")).causes[0].remedy == ""
 
 
+def test_what_says_of_a_secret_or_a_pod_what_to_do_gets_no_general_advice_behind_it() -> None:
+    words = 'The certificate of the Secret "x" of spec.router.tls ended. Renew it.'
+    (told,) = explain(Degraded=("True", "ContainerConfigError", words)).causes
+    assert (told.message, told.remedy) == (words, "")
+
+
 def test_a_canary_that_failed_gets_no_other_remedy_than_its_own() -> None:
     item = raw(Progressing=("False", "RolloutFailed", "3 of 9 requests failed; change the spec"))
     for failed, remedy in (({}, Reason.ROLLOUT_FAILED.remedy), ({"failed": "3 of 9"}, "")):

@@ -11,7 +11,7 @@ from diptych_operator.api.names import COMPONENT_LABEL, POOLS, PREFETCH_SUFFIX
 from diptych_operator.api.status import Condition
 from diptych_operator.status.diagnose import diagnose
 from diptych_operator.status.observed import Observed, PodView, pod_view
-from diptych_operator.status.reasons import Reason
+from diptych_operator.status.reasons import Group, Reason
 
 NEWEST_EVENTS = 5
 
@@ -122,7 +122,8 @@ def _cause(condition: Condition, view: ServiceView) -> Cause:
     known = next((reason for reason in Reason if reason == condition.reason), None)
     remedy = known.remedy if known else ""
     judged = known is Reason.ROLLOUT_FAILED and "failed" in view.status.rollout.canary
-    if remedy in condition.message or judged:  # what a canary's message says fits better
+    told = known is not None and known.group is Group.PODS
+    if remedy in condition.message or judged or told:  # what these messages say fits better
         remedy = ""
     what = f"{condition.type} is {condition.status} ({condition.reason})"
     return Cause(f"{what} since {condition.last_transition_time}", condition.message, remedy)
