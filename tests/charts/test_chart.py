@@ -296,6 +296,9 @@ def test_there_is_no_policy_where_there_can_or_shall_be_none(
 def test_values_of_an_older_chart_are_refused_with_the_remedy(helm: Helm) -> None:
     """So they are with `helm upgrade --reuse-values`."""
     assert "upgrade with --reset-then-reuse-values" in helm.refusal({"limits": None})
+    for name in Allowed.__struct_encode_fields__:
+        said = helm.refusal({"limits": {"allow": {name: None}}})
+        assert f"the values have no limits.allow.{name}: upgrade with --reset-then-reuse" in said
 
 
 def test_a_policy_of_some_namespaces_binds_those_only(helm: Helm) -> None:
