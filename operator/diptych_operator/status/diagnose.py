@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from diptych_operator.api.names import DRAFT_MODEL_CONTAINER, MODEL_CONTAINER
-from diptych_operator.status.observed import DeploymentView, Observed, PodView
+from diptych_operator.status.observed import (
+    IMAGE_REASONS,
+    DeploymentView,
+    Observed,
+    PodView,
+    seconds_between,
+)
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
 
@@ -64,8 +70,11 @@ def diagnose(observed: Observed, role: str) -> list[Finding]:
     ]
     by_case: dict[Finding, list[str]] = {}
     quotes: dict[Finding, str] = {}
-    for pod in _alive(observed, role):
-        for case in _cases(pod, observed.missing):
+    alive = _alive(observed, role)
+    starts = {pod.revision: pod.created_at for pod in alive if not pod.ready}
+    records = [pod for pod in observed.pods if pod.role == role and pod.gone]
+    for pod in (*alive, *records):
+        for case in _evicted(pod, starts) if pod.gone else _cases(pod, observed.missing):
             # Pods that fail alike are told of once, with the words of the first that has some.
             key = Finding(case.reason, case.what, "", case.remedy, case.severity)
             by_case.setdefault(key, []).append(pod.name)
@@ -155,6 +164,19 @@ def _cases(pod: PodView, missing: Mapping[Reference, str]) -> Iterator[Finding]:
         yield case
 
 
+EVICTED_S = 3600
+"""If the next pod was made later than that, one that was evicted is no reason for its state."""
+
+
+def _evicted(pod: PodView, starts: Mapping[str, str]) -> Iterator[Finding]:
+    """Why its node ended a pod, while another of its revision is not ready. `starts` has the time
+    when that was made, by the revision."""
+    made_at = starts.get(pod.revision, "")
+    if pod.evicted and made_at and seconds_between(pod.created_at, made_at) < EVICTED_S:
+        reason, says = Reason.POD_EVICTED, shorten(pod.evicted, MAX_QUOTE).rstrip(".")
+        yield Finding(reason, "was evicted by its node", says, reason.remedy, Severity.FAILING)
+
+
 def _case(pod: PodView) -> Finding | None:
     """What is wrong with one pod; the text leaves out which one it is."""
     if pod.ready:
@@ -164,7 +186,7 @@ def _case(pod: PodView) -> Finding | None:
         return Finding(reason, "its node is not heard of", "", reason.remedy, Severity.WAITING)
     if pod.unschedulable:
         return _unschedulable(pod)
-    if pod.waiting_reason in _IMAGE_REASONS:
+    if pod.waiting_reason in IMAGE_REASONS:
         return _image(pod)
     if pod.waiting_reason == "CreateContainerConfigError":
         return _config(pod)
@@ -179,12 +201,6 @@ def _case(pod: PodView) -> Finding | None:
 
 
 _HARMLESS_REASONS = frozenset({"", "ContainerCreating", "PodInitializing"})
-_IMAGE_REASONS = frozenset(
-    {
-        *("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
-        *("ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"),
-    }
-)
 _PULL_PREFIX = re.compile(
     r'^(?:Back-off pulling image "[^"]*":?\s*|ErrImagePull:\s*|rpc error: code = \w+ desc = '
     r'|failed to pull and unpack image "[^"]*": |failed to resolve reference "[^"]*": )+'
@@ -269,6 +285,9 @@ def _lasting(text: str) -> str:
 
 _LACKING = re.compile(r"Insufficient ([\w.-]+(?:/[\w.-]+)?)")
 _NO_CLAIM = re.compile(r'persistentvolumeclaim "(?P<name>[^"]+)" not found', re.I)
+_OF_SICK_NODES = re.compile(r"taint \{node\.(?:cloudprovider\.)?kubernetes\.io/[^}]*\}")
+"""Kubernetes gives nodes these taints, and takes them off when a node is well."""
+_OF_VOLUMES = "volume node affinity conflict"
 _PREEMPTION = re.compile(r"\s*(?:preemption|no new claims to deallocate)\b.*$", re.DOTALL)
 
 
@@ -284,10 +303,20 @@ def _unschedulable(pod: PodView) -> Finding:
         )
     if "were unschedulable" in said:
         remedies.append("Let pods onto nodes again: `kubectl uncordon`.")
-    if "taint" in said:
+    others = _OF_SICK_NODES.sub("", said)
+    if others != said:
+        remedies.append("Mend the nodes: `kubectl describe nodes` says what they lack.")
+    if "taint" in others:
         remedies.append(f"Tolerate the taint in {template}.tolerations.")
-    if "selector" in said or "affinity" in said:
+    if _OF_VOLUMES in said:
+        remedies.append(
+            f"Let pods run where their volumes are (`kubectl get pv`), or correct {claims} or the "
+            "podTemplate."
+        )
+    if "selector" in said or "affinity" in said.replace(_OF_VOLUMES, ""):
         remedies.append(f"Check nodeSelector and affinity in {template}.")
+    if "topology spread" in said:
+        remedies.append(f"Check topologySpreadConstraints in {template}.")
     if found := _NO_CLAIM.search(said):
         remedies.append(
             f'Create the PersistentVolumeClaim "{found["name"]}", or correct {claims} or the '

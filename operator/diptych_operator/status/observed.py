@@ -19,6 +19,13 @@ from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
 
 TURNED_AWAY_S: Final = 30
 """So long the scheduler may look for a node, or a quota refuse a pod, before there is no room."""
+IMAGE_REASONS: Final = frozenset(
+    {
+        *("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
+        *("ImageInspectError", "RegistryUnavailable", "SignatureValidationFailed"),
+    }
+)
+"""Why a container waits whose image the node cannot get, in Kubernetes' terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,9 @@ class PodView:
     """The last output of a container that ended: its termination message."""
     last_exit_reason: str = ""
     """Why `ended_container` ended, in Kubernetes' term, such as Error or OOMKilled."""
+    created_at: str = ""
+    evicted: str = ""
+    """Why its node ended it, such as for want of disk, where only its record is left."""
 
     refers: frozenset[Reference] = frozenset()
     """The Secrets and ConfigMaps that it needs; once it is ready, only the Secret with its keys."""
@@ -288,6 +298,7 @@ def pod_view(raw: Raw) -> PodView:
     stuck = next((c for c in containers if _waiting(c).get("reason")), None)
     ended = next((c for c in containers if _ended(c)), None)
     shown = stuck or (containers[0] if containers else {})
+    waiting_reason = _waiting(stuck or {}).get("reason", "")
     return PodView(
         name=meta["name"],
         role=labels.get(ROLE_LABEL, ""),
@@ -304,13 +315,15 @@ def pod_view(raw: Raw) -> PodView:
         and not _is_true(conditions, "Ready")
         and not (raw.get("spec") or {}).get("readinessGates"),
         turned_away_at="" if placed or not scheduled else _since(scheduled, meta),
-        waiting_reason=_waiting(stuck or {}).get("reason", ""),
+        waiting_reason=waiting_reason,
         waiting_message=_waiting(stuck or {}).get("message", ""),
         image=shown.get("image", ""),
         ended_container=(ended or {}).get("name", ""),
         last_exit=_last_words(ended) if ended else "",
         last_exit_reason=_ended(ended or {}).get("reason", ""),
-        refers=references(raw.get("spec") or {}),
+        created_at=meta.get("creationTimestamp", ""),
+        evicted=status.get("message", "") if status.get("reason") == "Evicted" else "",
+        refers=references(raw.get("spec") or {}, pulls=waiting_reason in IMAGE_REASONS),
         key_secrets=key_secrets(raw.get("spec") or {}),
     )
 

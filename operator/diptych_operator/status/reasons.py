@@ -156,6 +156,11 @@ class Reason(StrEnum):
         "OutOfMemory", Group.PODS, "The kernel ended a container at its memory limit.",
         "Raise resources.limits.memory of the pool, or lower engine.kvCacheMemory.",
     )  # fmt: skip
+    POD_EVICTED = (
+        "PodEvicted", Group.PODS, "A node evicted a pod, and the next is not ready.",
+        "Raise the limit that the words name (model.cache.ephemeral is one), or request in "
+        "resources what the pod uses.",
+    )  # fmt: skip
     CONTAINER_CRASHING = (
         "ContainerCrashing", Group.PODS, "A container ends again and again; its last words follow.",
         "Correct what the words name; `kubectl logs --previous` has the rest.",

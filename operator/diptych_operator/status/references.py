@@ -20,9 +20,13 @@ class Reference(NamedTuple):
     name: str
 
 
-def references(spec: Raw) -> frozenset[Reference]:
-    """Return what a pod with this spec needs, whoever added it."""
-    found = {Reference("Secret", s.get("name", "")) for s in spec.get("imagePullSecrets") or ()}
+def references(spec: Raw, *, pulls: bool = False) -> frozenset[Reference]:
+    """Return what a pod with this spec needs, whoever added it.
+
+    pulls: the node has to get an image and does not. Else no pod waits for a registry's password.
+    """
+    passwords = spec.get("imagePullSecrets") or () if pulls else ()
+    found = {Reference("Secret", each.get("name", "")) for each in passwords}
     for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
         for entry in container.get("env") or ():
             source = entry.get("valueFrom") or {}

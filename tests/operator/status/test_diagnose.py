@@ -222,6 +222,26 @@ CASES = {
         Reason.UNSCHEDULABLE,
         ["(0/1 nodes are available: 1 node(s) were unschedulable). Let pods onto nodes again: "],
     ),
+    "sick nodes and a taint of somebody's": (
+        unscheduled("0/3 nodes are available: 1 node(s) had taint {node.kubernetes.io/not-ready: "
+                    "}, that the pod didn't tolerate, 1 node(s) had untolerated taint "
+                    "{node.cloudprovider.kubernetes.io/uninitialized: true}, 1 node(s) had "
+                    "untolerated taint {gpu: yes}."),
+        Reason.UNSCHEDULABLE,
+        ["{gpu: yes}). Mend the nodes: `kubectl describe nodes` says what they lack. Tolerate the"],
+    ),
+    "a sick node": (
+        unscheduled("0/1 nodes are available: 1 node(s) had untolerated taint "
+                    "{node.kubernetes.io/disk-pressure: }."),
+        Reason.UNSCHEDULABLE,
+        ["disk-pressure: }). Mend the nodes: `kubectl describe nodes` says what they lack."],
+    ),
+    "a volume of another zone": (
+        unscheduled("0/3 nodes are available: 3 node(s) had volume node affinity conflict."),
+        Reason.UNSCHEDULABLE,
+        ["affinity conflict). Let pods run where their volumes are (`kubectl get pv`), or correct "
+         "spec.model or the podTemplate."],
+    ),
     "wrong labels": (
         unscheduled("0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector"),
         Reason.UNSCHEDULABLE,
@@ -447,6 +467,30 @@ def test_a_quote_is_found_again_in_an_earlier_message() -> None:
 )
 def test_the_most_telling_line(log: str, line: str) -> None:
     assert telling_line(log) == line
+
+
+def evicted(made: str, revision: str = "1a2b3c4d") -> dict[str, Any]:
+    """The record that a node leaves."""
+    words = 'Usage of EmptyDir volume "model-cache" exceeds the limit "1Gi". '
+    meta = {"creationTimestamp": made}
+    return pod("svc-decode-0", revision=revision, phase="Failed", reason="Evicted", message=words,
+               metadata=meta)  # fmt: skip
+
+
+def test_a_pod_that_its_node_evicted_is_told_of_while_the_next_one_is_not_ready() -> None:
+    """A pod that outgrows its disk looks like one that starts, again and again."""
+    made = {"creationTimestamp": "2026-11-21T08:30:00Z"}
+    lately, once = evicted("2026-11-21T08:29:00Z"), evicted("2026-11-21T07:00:00Z")
+    starts, serves = pod(metadata=made), pod(ready=True, metadata=made)
+    (found,) = diagnose(observe([], [lately, starts]), "decode")
+    assert found.reason is Reason.POD_EVICTED
+    assert (
+        'svc-decode-0: was evicted by its node (Usage of EmptyDir volume "model-' in found.message
+    )
+    assert "model.cache.ephemeral" in found.message
+    for others in ([lately, serves], [once, starts], [lately],
+                   [evicted("2026-11-21T08:29:00Z", "0" * 8), starts]):  # fmt: skip
+        assert not diagnose(observe([], others), "decode")
 
 
 def test_long_words_are_shortened_to_one_line() -> None:

@@ -8,7 +8,7 @@ import pytest
 from cluster_kit.reconciling import SECRETS, Store, one_pass
 
 from diptych_operator.status.diagnose import diagnose
-from diptych_operator.status.observed import DeploymentView, Observed, PodView
+from diptych_operator.status.observed import DeploymentView, Observed, PodView, pod_view
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference, references
 
@@ -28,7 +28,6 @@ NEEDED: dict[str, tuple[dict[str, Any], str]] = {
     "all variables": (
         {"containers": [{"envFrom": [{"configMapRef": {"name": "x"}}]}]}, "ConfigMap",
     ),
-    "a registry's password": ({"imagePullSecrets": [{"name": "x"}]}, "Secret"),
 }  # fmt: skip
 
 
@@ -51,6 +50,23 @@ def test_what_is_optional_or_of_another_kind_is_not_waited_for() -> None:
         ],
     }  # fmt: skip
     assert references(spec) == set()
+
+
+@pytest.mark.parametrize(
+    ("reason", "needed"),
+    [("PodInitializing", set()), ("CrashLoopBackOff", set()),
+     ("ImagePullBackOff", {Reference("Secret", "x")})],
+)  # fmt: skip
+def test_a_registrys_password_is_missed_only_where_an_image_is_not_got(
+    reason: str, needed: set[Reference]
+) -> None:
+    """A node that has the image, or gets it without, starts the pod all the same."""
+    pod = {
+        "metadata": {"name": "svc-decode-1a2b3c4d-0"},
+        "spec": {"imagePullSecrets": [{"name": "x"}]},
+        "status": {"containerStatuses": [{"state": {"waiting": {"reason": reason}}}]},
+    }
+    assert pod_view(pod).refers == needed
 
 
 async def test_a_missing_secret_of_the_model_is_named_until_it_is_there() -> None:
