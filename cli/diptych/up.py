@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from diptych.board.board import Board
 from diptych.errors import BadInputError, RunError
@@ -29,7 +28,7 @@ from diptych.laptop.pods import (
 )
 from diptych.laptop.ports import free_ports, is_free
 from diptych.laptop.programs import connector_packages
-from diptych.laptop.rundir import PodState, RunDirectory, RunState
+from diptych.laptop.rundir import PodState, RunDirectory, RunState, process_start_s
 from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
 from diptych.manifest import check_model, rendered
 from diptych_frontend.openai.server import Site, listen, serve_aside
@@ -158,7 +157,7 @@ class _Run:
         self._run_dir = run_dir
         self._board = board
         self._started_at = time.time()
-        self._pid_created = psutil.Process().create_time()
+        self._pid_created = process_start_s(os.getpid())
         self._supervisor = Supervisor(pods, changed=self._changed, crashed=board.crashed)
 
     async def until_done(self, while_ready: WhileReady) -> None:

@@ -11,13 +11,18 @@ from itertools import permutations
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 from msgspec.structs import replace
 from waits import PATIENCE_S
 
 from diptych.laptop import rundir
-from diptych.laptop.rundir import RunDirectory, RunState, remove_litter, running
+from diptych.laptop.rundir import (
+    RunDirectory,
+    RunState,
+    process_start_s,
+    remove_litter,
+    running,
+)
 
 KILLED = """
 import os, sys, msgspec
@@ -30,7 +35,7 @@ os._exit(0)
 
 
 def state_of(service: str, pid: int) -> RunState:
-    created = psutil.Process().create_time()
+    created = process_start_s(os.getpid())
     return RunState(service, "m", "http://127.0.0.1:1/v1", True, time.time(), pid, created)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from io import StringIO
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from rich.console import Console
 
 from diptych.foreground import what_to_try
-from diptych.laptop.rundir import PodState, RunState
+from diptych.laptop.rundir import PodState, RunDirectory, RunState, process_start_s, running
 from diptych.status import read_cpus, read_health, show, with_facts
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import SchedulerStats
@@ -65,6 +67,15 @@ def test_engines_are_shown_with_their_level_and_what_is_set_aside(router: str) -
     assert "avx2, 2 kernels set aside" in text.getvalue()
 
 
+def test_pods_are_told_apart_however_narrow_it_is() -> None:
+    names = [f"a-rather-long-name-of-a-service-{role}-0" for role in ("prefill", "decode")]
+    pods = [PodState(name, "role", "ready", 1, 0, {"http": 1}, "/logs/x") for name in names]
+    text = StringIO()
+    show([RunState("a", "a", "http://h/v1", True, 0.0, 1, 0.0, pods)], Console(file=text, width=60))
+    beginnings = "".join(line.partition(" ")[0] for line in text.getvalue().splitlines())
+    assert all(name in beginnings for name in names), text.getvalue()
+
+
 def test_engines_are_shown_with_how_the_router_judges_them() -> None:
     states = {"a": (0, "closed"), "b": (1, "open"), "c": (0, "open"), "d": (0, "half-open")}
     lines = [
@@ -78,6 +89,22 @@ def test_engines_are_shown_with_how_the_router_judges_them() -> None:
     for order in (lines, lines[::-1]):
         found = read_health("\n".join(order) + "\n")
         assert found == {"a": "ok", "b": "silent", "c": "failing", "d": "failing"}
+
+
+def test_a_service_is_found_after_the_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel then says that it booted at another time."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with RunDirectory("svc") as directory:
+        begun_s = process_start_s(os.getpid())
+        directory.save(RunState("svc", "m", "http://h/v1", True, 0.0, os.getpid(), begun_s))
+        booted = psutil.boot_time()
+        for set_by in (-7200, 3, 86_400):
+            monkeypatch.setattr("psutil._pslinux.boot_time", lambda at=booted + set_by: at)
+            assert [each.service for each in running()] == ["svc"]
+            with RunDirectory("next"):
+                assert directory.path.exists()
 
 
 def test_a_service_that_does_not_answer_is_shown_without() -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 from click.testing import CliRunner
 
-from diptych.laptop.rundir import RunDirectory, RunState
+from diptych.laptop.rundir import RunDirectory, RunState, process_start_s
 from diptych.main import main
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import SchedulerStats
@@ -63,9 +62,9 @@ def no_other_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(url: str, *arguments: str) -> Any:
     """The command beside a service that this process seems to run."""
-    own = psutil.Process()
+    own = os.getpid()
     with RunDirectory("a") as directory:
-        directory.save(RunState("a", "a", url, True, 0.0, os.getpid(), own.create_time()))
+        directory.save(RunState("a", "a", url, True, 0.0, own, process_start_s(own)))
         return CliRunner().invoke(main, ["top", *arguments])
 
 

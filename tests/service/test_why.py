@@ -12,14 +12,13 @@ from xml.etree import ElementTree
 
 import httpx
 import msgspec
-import psutil
 import pytest
 import pytest_asyncio
 from click.testing import CliRunner
 from free_ports import free_port
 from service_kit import LIGHT, all_usable, engine_config, healthy, make_router, start_engine
 
-from diptych.laptop.rundir import PodState, RunDirectory, RunState
+from diptych.laptop.rundir import PodState, RunDirectory, RunState, process_start_s
 from diptych.main import main
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import read_keys
@@ -331,5 +330,5 @@ def state_of_this_process(service: Service, port: int = 1) -> RunState:
     pod = PodState("svc-router-0", "router", "ready", 1, 0, ports, "/l")
     return RunState(
         "svc", "svc", f"http://127.0.0.1:{port}/v1", True, 0.0, os.getpid(),
-        psutil.Process().create_time(), [pod], admin_token_file=str(service.token_file),
+        process_start_s(os.getpid()), [pod], admin_token_file=str(service.token_file),
     )  # fmt: skip

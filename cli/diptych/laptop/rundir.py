@@ -29,6 +29,8 @@ PREFIX = "diptych-"
 STATE_FILE = "state.json"
 SESSIONS: Final = Path("/run/user")
 """Each session's `$XDG_RUNTIME_DIR` is in it."""
+SAME_START_S: Final = 0.1
+"""The kernel counts in hundredths of a second."""
 
 
 class PodState(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ class RunState(msgspec.Struct, frozen=True):
     """Unix time."""
     pid: int
     pid_created: float
-    """When the owner's process started: with `pid` it names the owner, as ids are reused."""
+    """See `process_start_s`. With `pid` it names the owner, as ids are reused."""
     pods: list[PodState] = []
     access: str = ""
     """Who may use the API, without any key."""
@@ -179,11 +181,15 @@ def _runs() -> Iterator[tuple[Path, RunState]]:
 
 def _is_alive(state: RunState) -> bool:
     try:
-        created = psutil.Process(state.pid).create_time()
+        return abs(process_start_s(state.pid) - state.pid_created) < SAME_START_S
     except psutil.Error:
         return False
-    # The kernel keeps it since boot; as Unix time it moves when the clock is set right.
-    return abs(created - state.pid_created) < 5.0
+
+
+def process_start_s(pid: int) -> float:
+    """Return when a process started, in seconds after the machine did: as Unix time it would move
+    when the clock is set. Raises `psutil.Error`."""
+    return psutil.Process(pid).create_time() - psutil.boot_time()
 
 
 METRICS_TIMEOUT_S: Final = 2.0
