@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import get_completion_class
-from rich.console import Console
 
 from diptych.advise.command import advise
 from diptych.bench.command import bench
@@ -237,7 +236,7 @@ def status(as_json: bool) -> None:
     if as_json:
         print_json(states)
     else:
-        view.show(states, Console())
+        view.show(states, console_for_tables())
 
 
 @main.command()

@@ -68,7 +68,7 @@ def show(states: list[RunState], console: Console) -> None:
         logs = {str(Path(pod.log).parent) for pod in state.pods}
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for column in ("POD", "STATE", "PORT", "PID", "RESTARTS", "CPU", "HEALTH"):
-            table.add_column(column)
+            table.add_column(column, overflow="fold")  # the end of a name tells pods apart
         for pod in state.pods:
             port, pid = pod.ports.get("http", "-"), pod.pid if pod.pid is not None else "-"
             facts = (pod.cpu or "-", pod.health or "-")
