@@ -46,6 +46,13 @@ def test_a_good_machine_is_well_in_every_respect() -> None:
     assert verdict(checks) == "`diptych up` will work here"
 
 
+def test_of_a_gpu_that_works_it_names_the_page_of_what_was_tried() -> None:
+    [gpu] = [x for x in examine(dataclasses.replace(GOOD, gpu=ON_GPU)) if x.name == "gpu"]
+    assert gpu.state is State.OK
+    [page] = [Path(word) for word in gpu.found.split() if word.endswith("docs/gpu.md")]
+    assert page.is_file()
+
+
 @each(
     ("name", "other", "state", "said"),
     [

@@ -165,7 +165,8 @@ def check_gpu(facts: Facts) -> Check:
         missing = "a C compiler" if gpu.triton else "triton"
         remedy = "install gcc" if gpu.triton else facts.installation.add_extras("gpu")
         return Check("gpu", State.WARN, f"{found}; Diptych's kernels need {missing}", remedy)
-    return Check("gpu", State.OK, f"{found}; triton {gpu.triton}. Diptych never ran on a GPU yet")
+    found += f"; triton {gpu.triton}. {own_file('docs/gpu.md')} says what was tried"
+    return Check("gpu", State.OK, found)
 
 
 def check_vllm(facts: Facts) -> Check:
