@@ -16,6 +16,7 @@ from diptych_engine.serving.llm_engine import LLMEngine
 from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.observability.metric_snapshot import Metric
 from diptych_frontend.text.tokenizer import Tokenizer
+from diptych_frontend.tool_calls.formats import check_takes_tools
 from diptych_protocol import (
     EngineGenerateError,
     InvalidRequestError,
@@ -80,10 +81,17 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         **options: Unpack[PromptOptions],
     ) -> list[RequestOutput]:
         """Return answers to one conversation or several; otherwise as `generate`.
+
+        continue_final_message: go on with the last message, the assistant's.
+
+        tools: what the chat template shows the model. Calls stay in the text. Refused for a
+        template that would not show them.
 
         chat_template_kwargs: further variables of the model's chat template.
         """
@@ -92,11 +100,15 @@ class LLM:
         several = cast(
             Sequence[Conversation], [messages] if isinstance(messages[0], dict) else messages
         )
-        render = self.llm_engine.renderer.render_chat
+        renderer = self.llm_engine.renderer
+        if tools:
+            check_takes_tools(renderer.chat_template, "this model", "leave tools out")
         prompts = [
-            render(
+            renderer.render_chat(
                 one,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
                 template_kwargs=chat_template_kwargs,
             )
             for one in several

@@ -49,7 +49,7 @@ from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, ef
 from diptych_frontend.text.answer_tokens import AnswerToken, AnswerTokens
 from diptych_frontend.text.templates.confined_templates import Arguments
 from diptych_frontend.tool_calls.calls import Pieces
-from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat, takes_tools
+from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat, check_takes_tools
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
     UNREADABLE,
@@ -189,12 +189,9 @@ class ChatApi:
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
         tools = request.callable_tools
-        if tools and not request.must_call and not takes_tools(renderer.chat_template):
-            raise InvalidRequestError(
-                f"the chat template of {request.model or 'this model'} has no place for tools, so "
-                "it would not learn of them: leave tools out, or force a call with tool_choice",
-                param="tools",
-            )
+        if tools and not request.must_call:
+            remedy = "leave tools out, or force a call with tool_choice"
+            check_takes_tools(renderer.chat_template, request.model or "this model", remedy)
         declared = msgspec.to_builtins(tools)
         prompt = renderer.render_chat(
             self._calls.prepared(messages, declared, renderer.chat_template),

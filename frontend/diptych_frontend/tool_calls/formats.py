@@ -12,7 +12,7 @@ from diptych_frontend.reasoning.formats import name_of
 from diptych_frontend.reasoning.harmony import CALL_BEGIN
 from diptych_frontend.tool_calls import earlier, llama, marked, mistral, pythonic, qwen3_coder
 from diptych_frontend.tool_calls.calls import OpenCall, Tools
-from diptych_protocol import EngineClient
+from diptych_protocol import EngineClient, InvalidRequestError
 
 Messages = list[dict[str, Any]]
 
@@ -129,6 +129,16 @@ def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None
 def takes_tools(template: str | None) -> bool:
     """Whether a chat template may show tools to the model. Without a template nothing is known."""
     return template is None or _NAMES_TOOLS.search(template) is not None
+
+
+def check_takes_tools(template: str | None, model: str, remedy: str) -> None:
+    """Raise `InvalidRequestError` for a chat template that would show no tools to the model."""
+    if not takes_tools(template):
+        raise InvalidRequestError(
+            f"the chat template of {model} has no place for tools, so it would not learn of them: "
+            f"{remedy}",
+            param="tools",
+        )
 
 
 def format_for(engine: EngineClient) -> ToolCallFormat:

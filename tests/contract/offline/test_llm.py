@@ -7,9 +7,11 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from client_kit.calling_model import write_calling_model
 from engine_kit.core import DUMMY
 from engine_kit.llm_engine import params, run, stats
 from model_kit.questions import FACT
@@ -167,6 +169,28 @@ def test_a_conversation_is_answered_in_words(real: LLM, capsys: pytest.CaptureFi
     assert same.prompt == answer.prompt
     with pytest.raises(InvalidRequestError, match="messages is set by the server"):
         real.chat([question], params(), chat_template_kwargs={"messages": []})
+
+
+def test_an_answer_that_was_begun_goes_on(real: LLM) -> None:
+    begun = {"role": "assistant", "content": "The capital of France is"}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    [answer] = real.chat([question, begun], params(max_tokens=1), continue_final_message=True)
+    assert answer.prompt is not None
+    assert answer.prompt.endswith(begun["content"])
+
+
+def test_tools_are_shown_to_the_model_or_refused(real: LLM, smollm2: str, tmp_path: Path) -> None:
+    """As vLLM's `chat` takes them."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    question = {"role": "user", "content": "What is 1 + 1?"}
+    with pytest.raises(InvalidRequestError, match="has no place for tools") as refused:
+        real.chat([question], params(max_tokens=1), tools=tools)
+    assert refused.value.param == "tools"
+    path = write_calling_model(smollm2, tmp_path / "calls.gguf")
+    with LLM(path, num_blocks=16, num_threads=1) as llm:
+        [answer] = llm.chat([question], params(max_tokens=1), tools=tools)
+    assert answer.prompt is not None
+    assert '"name": "add"' in answer.prompt
 
 
 def test_similar_texts_have_similar_vectors(real: LLM) -> None:
