@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -201,7 +202,7 @@ async def test_streams_outlive_their_engine(
 
 
 @pytest.mark.slow
-async def test_a_stream_waits_for_its_only_engine_to_come_back(
+async def test_requests_old_and_new_wait_for_their_only_engine_to_come_back(
     smollm2: str,
     keys_dir: Path,
     fleet: Fleet,
@@ -216,6 +217,10 @@ async def test_a_stream_waits_for_its_only_engine_to_come_back(
         only.kill()
         await eventually(lambda: client.num_held == len(streams))
         assert client.why_not_ready()
+        await client.check_health()  # it keeps its place: new requests wait here too
+        newcomer = asyncio.create_task(generate(client, "Anybody new?"))
+        await eventually(lambda: client.num_held == len(streams) + 1)
         only.start()
         assert [await stream.done() for stream in streams] == wanted
+        assert (await newcomer).finished
         assert client.num_held == 0
