@@ -23,6 +23,8 @@ from diptych_router.requests.pool_client import PoolClient
 
 LENGTH = 96
 """Tokens of an answer during which something happens."""
+ABORTED = "diptych:request_success_total"
+LABELS = {"model_name": "smollm2", "finished_reason": "abort"}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,30 @@ async def checked(
     assert counted[:3] == told
     assert computed <= counted[3] <= computed + (changes["n"] - 1) * 16
     return text, usage
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_was_computed_for_a_client_that_left_is_counted(
+    n: int, smollm2: str, keys_dir: Path, engines: list[Core], eventually: Any
+) -> None:
+    """It waited for a whole answer, and saw nothing of it; its key is charged all the same."""
+    prompt = f"Once upon a time there was somebody who asked {n} times and did not wait. " * 3
+    async with serving(smollm2, keys_dir, engines) as service:
+        links = [link_of(service.client, core) for core in service.decode]
+
+        async def is_decoded() -> bool:
+            return sum([(await link.refresh_stats()).num_running for link in links]) == n
+
+        before = await service.counts()
+        changes = {"max_tokens": 5 * LENGTH, "ignore_eos": True, "temperature": 1.0, "n": n}
+        asking = asyncio.create_task(service.complete(prompt, **changes))
+        await eventually(is_decoded)
+        asking.cancel()
+        await eventually(lambda: service.metrics.registry.get_sample_value(ABORTED, LABELS) == n)
+        prompt_tokens, _, generated, _ = (await service.counts()).since(before)
+        own = service.client.renderer.render_prompt(prompt)["prompt_token_ids"]
+        assert prompt_tokens == len(own)
+        assert n <= generated < n * 5 * LENGTH
 
 
 @pytest.mark.parametrize("what", ["moves", "is lost"])

@@ -410,6 +410,7 @@ class AsyncEngine(EngineClient):
         """Forget a request, and abort what is left of it."""
         if not collector.finished:
             self._withdraw(self.output_processor.abort(collector.request_ids, internal=True))
+            collector.offer_rest()
         for part_id in collector.request_ids:
             self._told.pop(part_id, None)
 

@@ -241,7 +241,7 @@ class RequestProgress:
         self._last_delivery: dict[int, float] = {}
         self._num_before: dict[int, int] | None = None if deltas else {}
         """The tokens that earlier outputs had, by the index of the answer."""
-        self._seen_any = False
+        self._seen_any = self._seen_end = False
         self._started_at = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -250,6 +250,7 @@ class RequestProgress:
     def saw(self, output: RequestOutput) -> None:
         metrics = self._metrics
         now = time.perf_counter()
+        self._seen_end = output.finished
         is_told = self._goes_on and not self._seen_any
         if is_told:
             self._seen_any = True
@@ -299,7 +300,8 @@ class RequestProgress:
         if exc_type is None:
             self._metrics.e2e.observe(time.perf_counter() - self._started_at)
         elif issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):
-            self._metrics.count_end("abort")
+            if not self._seen_end:
+                self._metrics.count_end("abort")
         elif not issubclass(exc_type, (InvalidRequestError, EngineOverloadedError)):
             self._metrics.count_end("error")
 

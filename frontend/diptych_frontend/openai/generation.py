@@ -54,6 +54,7 @@ from diptych_protocol import (
     Renderer,
     RequestOptions,
     RequestOutput,
+    RequestOutputKind,
     SamplingParams,
     TokensPrompt,
 )
@@ -441,17 +442,23 @@ async def _run_prompt(
     take_at_once: Callable[[RequestOutput], bool] | None = None,
 ) -> AsyncGenerator[Item, None]:
     prompt = job.prompts[index]
-    finished = False
+    finished = is_counted = False
+    is_whole = job.params.output_kind is RequestOutputKind.FINAL_ONLY
     num_tokens = len(prompt["prompt_token_ids"]) if job.num_prompt_tokens else 0
     with RequestProgress(
         metrics, num_tokens, exchange.tenant, exchange.bill, goes_on=job.num_paid > 0
     ) as progress:
 
         def take(output: RequestOutput) -> bool:
-            if take_at_once is None or not take_at_once(output):
-                return False
-            progress.saw(output)
-            return True
+            nonlocal is_counted
+            if take_at_once is not None and take_at_once(output):
+                progress.saw(output)
+                return True
+            if is_whole and not is_counted and any(each.token_ids for each in output.outputs):
+                # If its client has left, nobody else sees what was computed for it.
+                is_counted = True
+                progress.saw(output)
+            return False
 
         outputs = engine.generate(
             prompt, job.params, job.engine_id(index), take_at_once=take, **job.options
@@ -463,7 +470,8 @@ async def _run_prompt(
                     for choice in output.outputs:
                         if choice.finish_reason == "error":
                             raise EngineGenerateError("the engine could not finish this request")
-                    progress.saw(output)
+                    if not is_counted:
+                        progress.saw(output)
                     finished = output.finished
                     yield index, output
         except (EngineGenerateError, RefusedByEngineError):

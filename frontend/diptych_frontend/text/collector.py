@@ -48,7 +48,7 @@ class Collector(Generic[Output]):
         """The last output was taken."""
         self.take_at_once: Callable[[Output], bool] | None = None
         """Offered what comes while the consumer waits; what it refuses wakes the consumer, and so
-        does its error."""
+        does its error. Offered what is left when the consumer leaves."""
         self._pending: Output | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -71,6 +71,11 @@ class Collector(Generic[Output]):
             _merge(self._pending, output, delta=delta)
         else:
             self._pending = output
+
+    def offer_rest(self) -> None:
+        """Offer what is there to `take_at_once`: nobody will take it any more."""
+        if self._pending is not None and self.take_at_once is not None:
+            self.take_at_once(self._pending)
 
     def fail(self, error: BaseException) -> None:
         """Make every later `get` and `take` raise this error; the first error stays."""
