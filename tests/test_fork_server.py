@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import execnet
 import msgspec
 import psutil
 import pytest
+from chaos_kit.faulty_network import FaultyNetwork, why_no_networks
 from fork_server import ForkServer
 from waits import PATIENCE_S, wait_until
 
@@ -49,6 +51,22 @@ def test_it_is_a_child_where_and_as_it_was_asked_for(tmp_path: Path) -> None:
     assert os.getsid(process.pid) == process.pid
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.skipif(bool(why_no_networks()), reason=why_no_networks())
+def test_it_starts_in_the_network_of_the_thread_that_asks() -> None:
+    def start() -> tuple[str, subprocess.Popen[str]]:
+        asked = subprocess.Popen([*PYTHON, "--help"], stdout=subprocess.PIPE, text=True)
+        return os.readlink("/proc/thread-self/ns/net"), asked
+
+    with FaultyNetwork(2, random.Random(1)) as network:
+        for host in (1, 0):
+            place, process = network.run(host, start)
+            seen = psutil.Process(process.pid)
+            assert "fork_server" in str(seen.cmdline())
+            assert os.readlink(f"/proc/{process.pid}/ns/net") == place
+            assert (place == os.readlink("/proc/self/ns/net")) == (host == 0)
+            process.communicate(timeout=PATIENCE_S)
 
 
 OF_A_WORKER = """

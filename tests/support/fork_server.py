@@ -4,9 +4,9 @@ Half of an engine's start is the import of torch; of the rest, two thirds are wh
 `use_fork_server` lets `subprocess` ask a server, which is a child of this process, for each
 `[sys.executable, "-m", MODULE, ...]`, or with -P before -m, whose module is in `PROGRAMS`, for each
 script of `SCRIPTS`, and for each worker of pytest, half of whose collection would be imports. The
-new process is a child of the caller. It has the descriptors, the directory and the variables that
-it was given, so that signals and exit codes are as after an `execve`; only its name and command
-line are the server's. A start that wants anything else is an ordinary one.
+new process is a child of the caller, in its network. It has the descriptors, the directory and the
+variables that it was given, so that signals and exit codes are as after an `execve`; only its name
+and command line are the server's. A start that wants anything else is an ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
 subreaper meanwhile, becomes the parent.
@@ -91,8 +91,9 @@ READ_LATER = (
 """How variables begin that no import of `PROGRAMS` reads, so that a program may have others than
 its server. Python's are heeded before the program runs. Those from `NODE_` on are
 what `diptych up` gives its pods."""
-NETWORK = "/proc/thread-self/ns/net"
-"""A program starts in the network of the thread that starts it, which may have moved."""
+NAMESPACES = {"net": 0x40000000, "mnt": 0x00020000}
+"""A program starts in those of the thread that starts it, which may have moved. The values are
+Linux's CLONE_NEWNET and CLONE_NEWNS."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -111,6 +112,8 @@ class Start(NamedTuple):
     new_session: bool
     is_safe: bool
     """Python's -P: it imports nothing from its folder."""
+    namespaces: str
+    """The folder of those of the thread that asks."""
 
 
 class ForkServer:
@@ -126,7 +129,6 @@ class ForkServer:
         programs: what it starts. imported: the modules that it has imported."""
         self._programs, self._imported = programs, imported
         self._variables = dict(os.environ)
-        self._network = os.readlink(NETWORK)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._bury: Callable[[], object] | None = None
@@ -160,8 +162,7 @@ class ForkServer:
         program = python == sys.executable and (
             worker or kind in SCRIPTS or (kind == "-m" and name in self._programs)
         )
-        here = self._network == os.readlink(NETWORK)
-        if not (program and own and here and ordinary and close_fds):
+        if not (program and own and ordinary and close_fds):
             return None
         passed = [number for number in keep if number != errpipe_write]
         given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
@@ -169,6 +170,7 @@ class ForkServer:
         start = Start(
             os.getpid(), module, arguments, os.fspath(cwd or os.getcwd()), variables,
             [0, 1, 2, *passed], new_session, is_safe,
+            f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns",
         )  # fmt: skip
         return start, [*given, *passed]
 
@@ -246,6 +248,7 @@ def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
         if time.monotonic() > deadline:  # who asked is gone
             os._exit(1)
         time.sleep(0.001)
+    _enter(start.namespaces)
     asked.send(str(os.getpid()).encode())
     asked.close()
     _take(descriptors, start.numbers)
@@ -315,6 +318,17 @@ def _run(module: str, arguments: list[str], *, is_safe: bool) -> None:
     else:
         sys.modules.pop(PROGRAMS.get(module, ""), None)  # it is run as `__main__`
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _enter(namespaces: str) -> None:
+    """Be where the thread is that asks: in its network, and with its devices in /sys."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name, kind in NAMESPACES.items():
+        there = f"{namespaces}/{name}"
+        if os.readlink(there) != os.readlink(f"/proc/self/ns/{name}"):
+            with open(there) as file:
+                if libc.setns(file.fileno(), kind):
+                    raise OSError(ctypes.get_errno(), there)
 
 
 def _take(descriptors: list[int], numbers: list[int]) -> None:
