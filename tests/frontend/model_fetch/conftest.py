@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -207,10 +207,13 @@ class Handler(BaseHTTPRequestHandler):
                 return
 
 
+# To sum up a large file, for each of its parts, takes longer than to send it.
+@lru_cache(4)
 def etag(data: bytes) -> str:
     return f'"{hashlib.md5(data).hexdigest()}"'
 
 
+@lru_cache(4)
 def described(name: str, data: bytes) -> dict[str, Any]:
     """A file as the hub's API describes it: large ones by SHA-256, others by git's blob id."""
     blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
