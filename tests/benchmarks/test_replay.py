@@ -5,13 +5,16 @@ tests/service/test_served.py replays one.
 
 from __future__ import annotations
 
-import subprocess
+import logging
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import arguments
+from benchmarks.__main__ import main as benchmarks
 from benchmarks.load import WORD_IDS
 from benchmarks.scenarios.replay import SCENARIO, trace_of
 from benchmarks.traces.formats import write_trace
@@ -144,12 +147,21 @@ def test_a_replay_that_makes_no_sense_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_trace_that_cannot_be_read_starts_no_service(tmp_path: Path) -> None:
+@pytest.fixture
+def program() -> Iterator[Callable[[], None]]:
+    """`python -m benchmarks`, which sees to signals and logs of its process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield benchmarks
+    signal.signal(signal.SIGTERM, before)
+    logging.disable(logging.NOTSET)
+
+
+def test_a_trace_that_cannot_be_read_starts_no_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[], None]
+) -> None:
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
     path = tmp_path / "trace"
     path.write_text(line + line.replace("5", '"5"'))
-    command = [sys.executable, "-m", "benchmarks", "replay", "--trace", str(path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode != 0
-    assert "line 2: input_length: Expected `int`, got `str`" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "replay", "--trace", str(path)])
+    with pytest.raises(SystemExit, match="line 2: input_length: Expected `int`, got `str`"):
+        program()
