@@ -21,7 +21,7 @@ Scheme = Callable[[int, int, torch.Generator], tuple[Tensors, Tensor]]
 """(outputs, inputs) -> a matrix's tensors by the ends of their names, and its values."""
 SIZES: Json = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }  # fmt: skip
 MODULES = {
@@ -167,9 +167,15 @@ FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
 
 
 def save(
-    folder: Path, config: Json, scheme: Scheme, modules: Sizes = MODULES, family: str = "llama"
+    folder: Path,
+    config: Json,
+    scheme: Scheme,
+    modules: Sizes = MODULES,
+    family: str = "llama",
+    **sizes: int,
 ) -> tuple[str, Tensors]:
-    """A checkpoint whose layer is quantised, and its values."""
+    """A checkpoint whose layer is quantised, and its values. Its heads have 64 numbers, since
+    kernels for that size are there already."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(1)
     tokens = {name: torch.randn(64, 128, generator=generator).half() for name in ("embed", "head")}
@@ -186,6 +192,6 @@ def save(
         tensors, values[f"{name}.weight"] = scheme(*shape, generator)
         stored |= {f"{name}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors")
-    described = SIZES | {"model_type": family, "quantization_config": config}
+    described = SIZES | sizes | {"model_type": family, "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(described))
     return str(folder), values
