@@ -7,7 +7,7 @@ Among engines of the same cost, different prompts prefer different ones, and all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
@@ -252,8 +252,8 @@ class Decision:
     """Tokens of the prompt that the engine that computes it neither has nor fetches."""
     leaves_disk: bool = False
     """That engine should compute what it has on disk only."""
-    weighed: Sequence[Priced] = field(default=(), repr=False, compare=False)
-    """All candidates with their costs."""
+    weighed: list[Priced] = field(default_factory=list, repr=False, compare=False)
+    """All candidates with their costs, until they are forgotten."""
 
 
 def choose(
@@ -282,9 +282,9 @@ def choose(
     at = alone.best()
     if pair is None:
         why = _why_alone(prefill, disaggregate)
-        return None if at is None else _one(alone, at, f"{why}: {ALONE}", (alone,))
+        return None if at is None else _one(alone, at, f"{why}: {ALONE}", [alone])
     (first, p), (second, d) = pair
-    weighed = (first, second, alone)
+    weighed = [first, second, alone]
     if at is None or first.cost(p) + second.cost(d) <= alone.cost(at):
         return _pair(policy, pair, weighed)
     return _one(alone, at, f"cheaper than a hand-off: {ALONE}", weighed)
@@ -318,7 +318,7 @@ def _pick_pair(
 
 
 def _pair(
-    policy: Policy, pair: tuple[_Picked, _Picked], weighed: Sequence[Priced] = ()
+    policy: Policy, pair: tuple[_Picked, _Picked], weighed: list[Priced] | None = None
 ) -> Decision:
     (first, p), (second, d) = pair
     fetched = first.fetches(p)
@@ -330,7 +330,7 @@ def _pair(
         terms=_added(first.terms(p), second.terms(d)),
         to_compute=first.to_compute(p, fetched),
         leaves_disk=first.leaves_disk(p),
-        weighed=weighed or (first, second),
+        weighed=weighed or [first, second],
     )
 
 
@@ -398,15 +398,15 @@ def _pick_one(
     at = first.best()
     if at is not None:
         reason = f"{policy.reason} prefill engine"
-        return _one(first, at, reason, (first,), of_prefill=True)
+        return _one(first, at, reason, [first], of_prefill=True)
     second = price("prefill", decode)
     at = second.best()
     reason = "no usable prefill engine: prompt computed by a decode engine"
-    return None if at is None else _one(second, at, reason, (second,))
+    return None if at is None else _one(second, at, reason, [second])
 
 
 def _one(
-    priced: Priced, at: int, reason: str, weighed: Sequence[Priced], *, of_prefill: bool = False
+    priced: Priced, at: int, reason: str, weighed: list[Priced], *, of_prefill: bool = False
 ) -> Decision:
     """One engine does all that is to be done."""
     key, fetched = priced.rows[at].key, priced.fetches(at)

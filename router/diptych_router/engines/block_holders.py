@@ -20,6 +20,8 @@ MAX_FILLED: Final = 0.7
 """If a larger share of its places is filled, probing takes long."""
 SMALLEST: Final = 1 << 10
 BUCKET: Final = 8
+FEW: Final = 8
+"""So many keys are found one by one in less time than together."""
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _FREE = np.uint64(0)
@@ -61,16 +63,8 @@ class HashTable:
         return self.values[self._find(_sound(keys))]
 
     def get_one(self, key: int) -> int:
-        """Return the same for a single key, ten times as fast as a batch of one."""
-        key = key or int(_INSTEAD_OF_FREE)
-        bucket = (key * int(self._secret) & _KEY_MASK) >> self._shift
-        while True:
-            for at, there in enumerate(self._buckets[bucket].tolist()):
-                if there == key:
-                    return int(self.values[bucket * BUCKET + at])
-                if not there:
-                    return 0
-            bucket = (bucket + 1) % len(self._buckets)
+        """Return the same for a single key."""
+        return int(self.values[self._find_one(key or int(_INSTEAD_OF_FREE))])
 
     def put(self, keys: Keys) -> NDArray[np.intp]:
         """Add missing keys, without a value. Returns the positions in `values` of the values of all
@@ -88,6 +82,8 @@ class HashTable:
 
     def _find(self, keys: Keys) -> NDArray[np.intp]:
         """The place of each key, or the free place that ends the search for it."""
+        if len(keys) <= FEW:
+            return np.array([*map(self._find_one, keys.tolist())], np.intp)
         buckets = ((keys * self._secret) >> np.uint64(self._shift)).view(np.int64)
         places = self._in_buckets(buckets, keys)
         open_ = self._is_other(places, keys).nonzero()[0]
@@ -96,6 +92,15 @@ class HashTable:
             places[open_] = self._in_buckets(buckets[open_], keys[open_])
             open_ = open_[self._is_other(places[open_], keys[open_])]
         return places
+
+    def _find_one(self, key: int) -> int:
+        """Do the same for a single key, ten times as fast as for a batch of one."""
+        bucket = (key * int(self._secret) & _KEY_MASK) >> self._shift
+        while True:
+            for at, there in enumerate(self._buckets[bucket].tolist()):
+                if not there or there == key:
+                    return bucket * BUCKET + at
+            bucket = (bucket + 1) % len(self._buckets)
 
     def _in_buckets(self, buckets: NDArray[np.intp], keys: Keys) -> NDArray[np.intp]:
         """The place of each key in its bucket, else a free one, else that of any other key."""
@@ -142,12 +147,12 @@ EMPTY: Final = 0
 """The number of the empty set."""
 
 
-def run_starts(numbers: NDArray[np.uint32]) -> NDArray[np.intp]:
-    """Return the positions of numbers that differ from the one before them, and of the first."""
+def run_starts(numbers: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Return which numbers differ from the one before them; the first does."""
     starts = np.empty(len(numbers), np.bool_)
     starts[:1] = True
     np.not_equal(numbers[1:], numbers[:-1], out=starts[1:])
-    return starts.nonzero()[0]
+    return starts
 
 
 class HolderSets:
@@ -168,8 +173,8 @@ class HolderSets:
         new = {}
         for number in set(old):
             new[number] = self._number(self.bits[number] & ~remove | add)
-        mapped = np.array([*map(new.__getitem__, old)], np.uint32)
-        return mapped.repeat(np.diff(starts, append=len(numbers)))
+        mapped: NDArray[np.uint32] = np.array([*map(new.__getitem__, old)], np.uint32)
+        return mapped.take(starts.cumsum() - 1)
 
     def _number(self, bits: int) -> int:
         number = self._number_of.get(bits)
@@ -233,7 +238,7 @@ class BlockHolders:
     def runs(self, hashes: Keys) -> list[Run]:
         """Return the holders of the blocks of a prompt, from the first one on."""
         sets = self._table.get(hashes)
-        starts = [0, *((sets[1:] != sets[:-1]).nonzero()[0] + 1).tolist()]
+        starts = run_starts(sets).nonzero()[0].tolist()
         return [(at, self._sets.bits[int(sets[at])]) for at in starts]
 
     def runs_of_whole(self, hashes: Keys) -> list[Run]:

@@ -161,20 +161,17 @@ class EngineTable:
         self.share.told(row.routers for row in self.rows)
         self.column["home"][:], self.column["others"][:] = self.share.homes(self.identities)
 
-    def given_by_others(self) -> Floats | float:
+    def given_by_others(self) -> Floats:
         """[engines] Seconds of prompts that the other routers have probably given to engines, and
         no report includes yet: as many as this router gave to its own."""
-        of_another = self.share.of_another
-        if not of_another:
-            return 0.0
-        home, unheard = self.column["home"], self.column["unheard_s"]
-        given: Floats = float(home @ unheard) / home.sum() * of_another * self.column["others"]
+        home, unheard, others = (self.column[name] for name in ("home", "unheard_s", "others"))
+        given: Floats = float(home @ unheard) / home.sum() * self.share.of_another * others
         return given
 
     def waits(self, now: float) -> Floats:
         """[engines] Seconds until each has computed all prompts that it has."""
-        waits: Floats = np.maximum(self.column["free_at"] - now, 0.0) + self.given_by_others()
-        return waits
+        waits: Floats = np.maximum(self.column["free_at"] - now, 0.0)
+        return waits + self.given_by_others() if self.share.of_another else waits
 
     def preferred(self, among: NDArray[np.intp], tie: int) -> int:
         """Return the one of some engines that a number prefers. Different numbers prefer different

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, Final
 
 from diptych_protocol import EngineCoreRequest, RequestJourneyEvent
@@ -81,7 +80,7 @@ class Records:
         """Record the choice of engines for an attempt."""
         is_kept = len(record.attempts) < MOST_ATTEMPTS
         if decision.weighed and (not is_kept or record.is_forgotten):
-            decision = replace(decision, weighed=())
+            decision.weighed.clear()
         attempt = Attempt(now_s, decision, facts, output_tokens)
         record.newest, record.facts = attempt, facts
         record.num_attempts += 1
@@ -152,7 +151,7 @@ class Records:
         self.num_bytes -= record.num_bytes
         record.num_bytes = 0
         for attempt in record.attempts:
-            attempt.decision = replace(attempt.decision, weighed=())
+            attempt.decision.weighed.clear()
 
 
 def record_of(
