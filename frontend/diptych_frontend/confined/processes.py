@@ -55,44 +55,41 @@ def send_frame(
 
 
 def receive_frame(
-    connection: socket.socket, max_bytes: int, due: float
+    connection: socket.socket, max_bytes: int, due: float, begun: bytes = b""
 ) -> tuple[bytearray, bytearray]:
-    """Receive head and body. Raises as `send_frame`, and `ConnectionEndedError` for a message of
-    more than `max_bytes`."""
-    lengths = LENGTHS.unpack(_received(connection, LENGTHS.size, due))
-    if sum(lengths) > max_bytes:
-        raise ConnectionEndedError(f"a message of {sum(lengths)} bytes")
-    head = _received(connection, lengths[0], due)
-    return head, _received(connection, lengths[1], due)
+    """Receive head and body. begun: what has come of them.
+
+    Raises as `send_frame`, and `ConnectionEndedError` for a message of more than `max_bytes`.
+    """
+    received = bytearray(begun)
+    while len(received) < LENGTHS.size:
+        received += some_of(connection, _left(due))
+    head_bytes, body_bytes = LENGTHS.unpack_from(received)
+    if head_bytes + body_bytes > max_bytes:
+        raise ConnectionEndedError(f"a message of {head_bytes + body_bytes} bytes")
+    body_at = LENGTHS.size + head_bytes
+    while len(received) < body_at + body_bytes:
+        received += some_of(connection, _left(due))
+    head = received[LENGTHS.size : body_at]
+    del received[:body_at]
+    if len(received) > body_bytes:
+        raise ConnectionEndedError("more than one message")
+    return head, received
 
 
-def has_come(connection: socket.socket, seconds: float) -> bool:
-    """Whether a part of a message, or the end of the connection, arrives within that time."""
+def some_of(connection: socket.socket, seconds: float) -> bytes:
+    """Return what is there of a message, as soon as there is something: all of a small one, since
+    the next one is sent only after the answer. Raises as `send_frame`."""
     connection.settimeout(seconds)
     try:
-        connection.recv(1, socket.MSG_PEEK)
+        some = connection.recv(AT_ONCE_BYTES)
     except (BlockingIOError, TimeoutError):
-        return False
-    except OSError:
-        return True  # whoever reads it sees the same
-    return True
-
-
-def _received(connection: socket.socket, length: int, due: float) -> bytearray:
-    received = bytearray(length)
-    view = memoryview(received)
-    while view:
-        connection.settimeout(_left(due))
-        try:
-            count = connection.recv_into(view)
-        except TimeoutError:
-            raise
-        except OSError as exc:
-            raise ConnectionEndedError from exc
-        if not count:
-            raise ConnectionEndedError
-        view = view[count:]
-    return received
+        raise TimeoutError from None
+    except OSError as exc:
+        raise ConnectionEndedError from exc
+    if not some:
+        raise ConnectionEndedError
+    return some
 
 
 def _left(due: float) -> float:
@@ -346,10 +343,13 @@ class _Process:
 
     def answer_within(self, seconds: float) -> tuple[bytearray, bytearray] | None:
         """As `ask_in_haste`. A process whose answer is large, or comes by halves, is ended."""
-        if not has_come(self._connection, seconds):
-            return None
         try:
-            return receive_frame(self._connection, AT_ONCE_BYTES, time.monotonic() + AT_ONCE_S)
+            try:
+                begun = some_of(self._connection, seconds)
+            except TimeoutError:
+                return None
+            due = time.monotonic() + AT_ONCE_S
+            return receive_frame(self._connection, AT_ONCE_BYTES, due, begun)
         except (ConnectionEndedError, TimeoutError):
             raise self._left() from None
 
