@@ -15,7 +15,7 @@ import gc
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -141,6 +141,9 @@ class Parts:
 
     def write(self, part: bytes) -> None:
         self.answer.extend(part)
+
+    def watch(self, on_lost: Callable[[], object] | None) -> None:
+        """Its client stays."""
 
 
 async def ask(app: Any, question: dict[str, Any]) -> None:

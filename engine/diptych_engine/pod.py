@@ -103,7 +103,7 @@ class AdminRoutes:
     async def drain(self, request: Request) -> Response:
         """Drain, and answer once drained or after `timeout_s`."""
         timeout_s = seconds_of(request, "timeout_s", self._drain_seconds, MAX_DRAIN_S)
-        async with UntilDisconnect(request.receive, exchange_of(request.scope)):
+        with UntilDisconnect(request.receive, exchange_of(request.scope)):
             return json_response(await self._engine.drain(timeout_s))
         return Response(status_code=204)  # the caller has left
 

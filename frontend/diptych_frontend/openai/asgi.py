@@ -272,20 +272,28 @@ class UntilDisconnect:
         self.gone = False
         self._receive = receive
         self._exchange = exchange
+        self._watcher: asyncio.Task[None] | None = None
+        """None: the server tells by itself, and no task has to wait for it."""
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         body_task = asyncio.current_task()
         if body_task is None:
             raise RuntimeError("UntilDisconnect needs a task to cancel")
         self._body_task = body_task
-        self._watcher = asyncio.create_task(self._watch())
+        if self._exchange.parts is not None:
+            self._exchange.parts.watch(self._disconnected)
+        else:
+            self._watcher = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> bool:
-        self._watcher.cancel()
-        # Else the error that it ends with, whose traceback knows us, would be a cycle: the garbage
-        # of every request.
-        del self._watcher
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> bool:
+        if self._exchange.parts is not None:
+            self._exchange.parts.watch(None)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            # Else the error that it ends with, whose traceback knows us, would be a cycle: the
+            # garbage of every request.
+            self._watcher = None
         if not self.gone:
             return False
         self._body_task.uncancel()
@@ -294,6 +302,9 @@ class UntilDisconnect:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._disconnected()
+
+    def _disconnected(self) -> None:
         # Servers also say "disconnect" once an answer is complete.
         if not self._exchange.completed:
             self.gone = True

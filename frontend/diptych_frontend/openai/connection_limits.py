@@ -184,6 +184,7 @@ class LimitedProtocol(HttpToolsProtocol):
         for cycle in self._unanswered:  # uvicorn tells the last one only
             cycle.disconnected = True
             cycle.message_event.set()
+            cycle.scope[PARTS_KEY].lost()  # type: ignore[typeddict-item]
 
     def data_received(self, data: bytes) -> None:
         # As uvicorn, but a stranger's nonsense is no warning, of which he could write any number.

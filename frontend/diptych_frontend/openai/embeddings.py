@@ -182,7 +182,7 @@ class PoolingRoute:
             scope, body, lambda: self._read(scope, body)
         )
         adapter = adapter_of(request.model, self._served_names, self._engine)
-        async with UntilDisconnect(receive, exchange) as client:
+        with UntilDisconnect(receive, exchange) as client:
             options = prompt_options(scope, exchange, adapter, request.priority)
             job = Job(prompts, request.params(), options, exchange, fields)
             kept = await self._embed(job, request.kept)

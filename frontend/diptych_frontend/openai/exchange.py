@@ -6,7 +6,7 @@ import asyncio
 import gc
 import math
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeVar, cast
@@ -113,11 +113,13 @@ class ClientStalledError(Exception):
 
 
 class PartWriter:
-    """Writes parts of a streamed answer to its connection, without ASGI's coroutines. It is for
-    parts between the first and the last."""
+    """Writes parts of a streamed answer to its connection, and tells when that is lost, without
+    ASGI's coroutines. It is for parts between the first and the last."""
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._transport, self._flow = transport, flow
+        self._is_lost = False
+        self._on_lost: Callable[[], object] | None = None
 
     def may_write(self) -> bool:
         """Whether the client reads what was written."""
@@ -126,6 +128,20 @@ class PartWriter:
     def write(self, part: bytes) -> None:
         if part:  # an empty chunk would be the last one
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def watch(self, on_lost: Callable[[], object] | None) -> None:
+        """Call this when the connection is lost, at once if it is. None: nobody asks any more."""
+        self._on_lost = on_lost
+        if on_lost is None:
+            return
+        if self._is_lost:
+            on_lost()
+        self._flow.resume_reading()  # a large body may have paused it, and nothing else would read
+
+    def lost(self) -> None:
+        self._is_lost = True
+        if self._on_lost is not None:
+            self._on_lost()
 
 
 @dataclass(slots=True)

@@ -210,7 +210,7 @@ class GenerationRoute(Generic[B, R]):
         writer = self._api.writer(sound, request_id, created)
         writer.warnings = exchange.warnings or UNSET
         deliver = self._stream if request.stream else self._answer
-        async with UntilDisconnect(receive, exchange) as client:
+        with UntilDisconnect(receive, exchange) as client:
             await deliver(job, writer, exchange, send)
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
@@ -267,7 +267,7 @@ class GenerationRoute(Generic[B, R]):
         if not sound.request.has_images:
             return sound
         render = partial(self._rendered, sound)
-        async with UntilDisconnect(receive, exchange):
+        with UntilDisconnect(receive, exchange):
             return await self._workers.run(scope, len(body), render, has_images=True)
         return None
 
@@ -313,6 +313,7 @@ class GenerationRoute(Generic[B, R]):
         parts, ids, kept = exchange.parts, job.event_ids, job.options.get("kept")
         is_told = bool(kept and kept.num_told)
         """Whether the client has what comes next."""
+        last = b""
 
         def write_at_once(output: RequestOutput) -> bool:
             """Write a plain output where it arises, if the connection takes it: no task has to wake
@@ -354,10 +355,13 @@ class GenerationRoute(Generic[B, R]):
                     writer.has_told(ids.num_events)
                 elif ids is not None:
                     events = ids.marked(events, output)
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+                if output.finished and len(job.prompts) == 1:
+                    last = events  # goes out together with what ends the stream
+                else:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
         ending = writer.ending(tally)
         ending = ending if ids is None else ids.marked(ending)
-        await send({"type": "http.response.body", "body": ending, "more_body": False})
+        await send({"type": "http.response.body", "body": last + ending, "more_body": False})
 
     async def _answer(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:
         tally = Tally(job.num_prompt_tokens)

@@ -132,7 +132,7 @@ class Proxy:
         if targets is None:
             raise unknown_model(name, frozenset(self._targets))
         del body
-        async with UntilDisconnect(receive, exchange):
+        with UntilDisconnect(receive, exchange):
             await self._hand_on(scope, fields, targets, receive, send)
 
     async def _hand_on(

@@ -79,7 +79,7 @@ async def test_a_request_that_is_over_needs_no_garbage_collector() -> None:
     alive = weakref.ref(client)
     gc.disable()
     try:
-        async with client:
+        with client:
             await asyncio.sleep(0)
         del client
         await asyncio.sleep(0)

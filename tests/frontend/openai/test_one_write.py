@@ -11,9 +11,11 @@ import pytest
 from served import serve_http
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import httptools_impl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from waits import PATIENCE_S
 
-from diptych_frontend.openai.exchange import PARTS_KEY
+from diptych_frontend.openai.asgi import UntilDisconnect
+from diptych_frontend.openai.exchange import PARTS_KEY, Exchange
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]}
 BODY = {"type": "http.response.body", "body": b"body"}
@@ -159,3 +161,35 @@ async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
         assert await read_until(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"ping")
         assert (await read_until(reader, b"ping")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_lost_connection_ends_what_runs_for_it_without_a_task_that_waits(
+    is_late: bool,
+) -> None:
+    """Also where its body was so large that nothing more was read. is_late: it was lost before
+    anybody asked."""
+    began, lost, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    body = bytes(4 * HIGH_WATER_LIMIT)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        num_tasks = len(asyncio.all_tasks())
+        while (await receive())["more_body"]:
+            pass
+        parts = scope[PARTS_KEY]
+        began.set()
+        if is_late:
+            parts.watch(lost.set)
+            await lost.wait()
+        with UntilDisconnect(receive, Exchange("r", parts=parts)) as client:
+            assert len(asyncio.all_tasks()) <= num_tasks
+            await asyncio.Event().wait()
+        assert client.gone
+        ended.set()
+
+    async with serving(app) as (_, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(PATIENCE_S):
+            await began.wait()
+            writer.close()
+            await ended.wait()

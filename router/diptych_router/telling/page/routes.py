@@ -68,9 +68,10 @@ class Watchers:
                 (b"x-accel-buffering", b"no"),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async with UntilDisconnect(receive, exchange), aclosing(events):
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            with UntilDisconnect(receive, exchange):
+                async with aclosing(events):
+                    async for event in events:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     @contextlib.asynccontextmanager
