@@ -15,20 +15,20 @@ import pytest
 import pytest_asyncio
 from benchmarks.call_path import CHAT, COMPLETION, REQUESTS, STEP_MS, ask, routing, shortest
 
-OWN_CEILINGS = {False: 369, True: 390}
-"""Whether the answer is streamed -> calls of functions of ours for a request: 365 and 386."""
+OWN_CEILINGS = {False: 363, True: 382}
+"""Whether the answer is streamed -> calls of functions of ours for a request: 359 and 378."""
 
-CEILINGS = {False: 1084, True: 1161}
-"""The same with libraries' and built-in functions: 1057 and 1121, and 12 more each time that an
+CEILINGS = {False: 1047, True: 1114}
+"""The same with libraries' and built-in functions: 1020 and 1074, and 12 more each time that an
 engine's message wakes the event loop up anew, once or twice in a request."""
 
 TOKENS, TOKEN_CEILING = 40, 103
 """Tokens of the longer of two streams, and the most calls for a token, with the event loop's
 part. It is 89 alone, and more beside other work, because heartbeats come with time."""
 
-CHAT_CALLS, CHAT_FILES, CHAT_CHANGES = 493, 47, 250
+CHAT_CALLS, CHAT_FILES, CHAT_CHANGES = 483, 47, 248
 """A chat of four streamed tokens: calls of functions of ours, the files that they are in, and how
-often one is in another file than the one before. It is 474, 45 and 237 alone."""
+often one is in another file than the one before. It is 465, 45 and 241 alone."""
 
 
 @pytest_asyncio.fixture
