@@ -6,8 +6,8 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self, TypeVar, Unpack, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import msgspec
 from tqdm import tqdm
@@ -18,6 +18,7 @@ from diptych_frontend.observability.metric_snapshot import Metric
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.tool_calls.formats import check_takes_tools
 from diptych_protocol import (
+    ControlCall,
     EngineGenerateError,
     InvalidRequestError,
     PoolingParams,
@@ -29,14 +30,22 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.as_sent import params_as_sent
+from diptych_protocol.control_calls import BlockingCalls
 from diptych_protocol.engine_client import spelled_out
 
+if TYPE_CHECKING:
+    from diptych_engine.models import CausalLM
+
 Conversation = list[dict[str, Any]]
+T = TypeVar("T")
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
-class LLM:
-    """A model that answers prompts. Use it in a `with` block, or end it with `shutdown()`."""
+class LLM(BlockingCalls):
+    """A model that answers prompts. Use it in a `with` block, or end it with `shutdown()`.
+
+    Calls of several threads take turns, and so do control calls, such as `sleep`.
+    """
 
     def __init__(self, model: str, **engine_args: Any) -> None:
         """`engine_args` are the fields of `EngineArgs`.
@@ -146,6 +155,26 @@ class LLM:
         `log_stats`."""
         return self.llm_engine.get_metrics()
 
+    def control(self, call: ControlCall[Any]) -> Any:
+        with self._turn:
+            return self.llm_engine.control(call)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method or a function of every worker, as `LLMEngine.collective_rpc`."""
+        with self._turn:
+            return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, func: Callable[[CausalLM], T]) -> list[T]:
+        """Call a function with every worker's model, as `LLMEngine.apply_model`."""
+        with self._turn:
+            return self.llm_engine.apply_model(func)
+
     def _run(
         self,
         prompts: Sequence[PromptType],
@@ -174,13 +203,12 @@ class LLM:
 
     @contextlib.contextmanager
     def _own_turn(self, ids: Sequence[str]) -> Iterator[None]:
-        """Calls of several threads take turns; what is left of their requests ends with them."""
+        """What is left of the requests of a call ends with it."""
         engine = self.llm_engine
         with self._turn:
             if ids and engine.is_paused():  # nobody could end that meanwhile
                 raise InvalidRequestError(
-                    "the engine is asleep or paused: call llm_engine.wake_up() or "
-                    "llm_engine.resume_generation() first",
+                    "the engine is asleep or paused: call wake_up() or resume_generation() first",
                     status=409,
                 )
             try:

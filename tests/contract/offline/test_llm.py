@@ -104,14 +104,28 @@ def test_a_fork_has_no_part_in_the_engine() -> None:
 def test_a_batch_does_not_wait_for_an_engine_that_sleeps() -> None:
     with LLM(DUMMY, num_blocks=64, num_threads=1) as llm:
         for stop, go_on in (
-            (partial(llm.llm_engine.sleep, 1), llm.llm_engine.wake_up),
-            (llm.llm_engine.pause_generation, llm.llm_engine.resume_generation),
+            (partial(llm.sleep, 1), llm.wake_up),
+            (llm.pause_generation, llm.resume_generation),
         ):
             stop()
             with pytest.raises(InvalidRequestError, match="asleep or paused"):
                 llm.generate([[1]], params(), use_tqdm=False)
             go_on()
             assert llm.generate([[1]], params(), use_tqdm=False)
+
+
+def test_a_batch_program_controls_its_engine_as_with_vllm() -> None:
+    with LLM(DUMMY, num_blocks=64, num_threads=1) as llm:
+        before = tokens_of(llm.generate([[1, 2]], params(), use_tqdm=False))
+        assert llm.reset_prefix_cache()
+        [number] = llm.apply_model(lambda model: len([*model.named_parameters()]))
+        assert llm.collective_rpc(lambda runner: len([*runner.model.named_parameters()])) == [
+            number
+        ]
+        llm.sleep(1)
+        assert llm.is_sleeping()
+        llm.wake_up()
+        assert tokens_of(llm.generate([[1, 2]], params(), use_tqdm=False)) == before
 
 
 def tokens_of(answers: list[RequestOutput]) -> list[list[int]]:
