@@ -219,6 +219,7 @@ ELSEWHERE = {
     "engine/diptych_engine/serving/pack_ahead.py": "our own list; models/test_packed_ahead.py",
     "engine/diptych_engine/serving/core_process.py": "the configuration, from the launcher",
     "engine/diptych_engine/scheduling/number_limit.py": "a pattern of our own",
+    "frontend/diptych_frontend/confined/processes.py": "two lengths, refused above a bound",
     "frontend/diptych_frontend/images/confined_decoding.py": "our own processes",
     "frontend/diptych_frontend/text/templates/confined_templates.py": "our own processes",
     "frontend/diptych_frontend/text/lark_parts.py": "tests/frontend/test_hopeless_forms.py",
