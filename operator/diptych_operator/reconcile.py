@@ -612,7 +612,7 @@ def _interval(snapshot: ServiceSnapshot, step: Step) -> float | None:
     by_load = any(scaling is not None and scaling.by == "Operator" for scaling in scalings)
     observed = snapshot.observed
     unwell = observed.unreachable_routers or any(not report.ready for report in observed.routers)
-    if (by_load or unwell) and not snapshot.asleep:
+    if (by_load or unwell or service.spec.router.elastic_roles) and not snapshot.asleep:
         return AUTOSCALE_INTERVAL_S  # no event tells of what only routers know
     router = service.spec.router
     return SECRETS_INTERVAL_S if router.api_keys or router.tls else REST_INTERVAL_S

@@ -250,15 +250,25 @@ async def test_one_of_an_older_release_which_answers_at_once_is_not_asked_again_
         assert len(asked) <= 1
 
 
+ELASTIC = {"router": {"elasticRoles": 1}, "slo": {"ttftMs": 500, "interTokenMs": 50}}
+
+
 @pytest.mark.parametrize(
-    ("ready", "seconds"), [(True, REST_INTERVAL_S), (False, AUTOSCALE_INTERVAL_S)]
+    ("ready", "spec", "seconds"),
+    [
+        (True, {}, REST_INTERVAL_S),
+        (False, {}, AUTOSCALE_INTERVAL_S),
+        (True, ELASTIC, AUTOSCALE_INTERVAL_S),
+    ],
+    ids=["at rest", "not ready", "roles may turn"],
 )
-async def test_at_rest_a_router_that_is_not_ready_is_soon_asked_again(
-    ready: bool, seconds: float
+async def test_routers_are_soon_asked_again_for_what_no_event_tells(
+    ready: bool, spec: dict[str, Any], seconds: float
 ) -> None:
-    """No event tells that it is: the kubelet may not have noticed that it was not."""
+    """That one is ready again: the kubelet may not have noticed that it was not. And which engines
+    have turned."""
     store = Store()
-    store.spec = {"transfer": {"verify": "Off"}}
+    store.spec = {"transfer": {"verify": "Off"}, **spec}
     store.reports = [structs.replace(REPORT, ready=ready)]
     async with operating(store) as reconciler:
         for _ in range(2):
