@@ -157,7 +157,7 @@ class _Run:
         self._run_dir = run_dir
         self._board = board
         self._started_at = time.time()
-        self._pid_created = process_start_s(os.getpid())
+        self._pid_start_s = process_start_s(os.getpid())
         self._supervisor = Supervisor(pods, changed=self._changed, crashed=board.crashed)
 
     async def until_done(self, while_ready: WhileReady) -> None:
@@ -224,7 +224,7 @@ class _Run:
             ready=self._supervisor.ready.is_set(),
             started_at=self._started_at,
             pid=os.getpid(),
-            pid_created=self._pid_created,
+            pid_start_s=self._pid_start_s,
             pods=[
                 PodState(
                     name=pod.spec.name,

@@ -69,7 +69,7 @@ async def test_nobody_asks_while_nothing_happens(
 ) -> None:
     monkeypatch.setattr(watching, "PERIOD_S", 0.05)
     url = f"http://127.0.0.1:{router.server_address[1]}/v1"
-    state = RunState("s", "m", url, ready=True, started_at=0, pid=1, pid_created=0)
+    state = RunState("s", "m", url, ready=True, started_at=0, pid=1, pid_start_s=0)
     told: list[Figures] = []
 
     def tell(figures: Figures, pace: Pace) -> None:

@@ -84,9 +84,22 @@ def test_a_run_whose_process_is_in_another_container_is_left_alone(
     assert not run.path.exists()
 
 
+def test_a_run_of_a_version_that_wrote_another_time_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    older = msgspec.to_builtins(state_of("older", os.getpid()))
+    older["pid_created"] = time.time() + older.pop("pid_start_s")
+    run = Path(tempfile.mkdtemp(prefix="diptych-older-", dir=tmp_path))
+    (run / rundir.STATE_FILE).write_bytes(msgspec.json.encode(older))
+    remove_litter()
+    assert run.exists()
+    assert running() == []
+
+
 def test_what_a_killed_run_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    left = msgspec.json.encode(replace(state_of("killed", os.getpid()), pid_created=0.0))
+    left = msgspec.json.encode(replace(state_of("killed", os.getpid()), pid_start_s=0.0))
     done = subprocess.run(
         [sys.executable, "-c", KILLED, left.decode()],
         capture_output=True,

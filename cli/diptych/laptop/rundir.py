@@ -59,8 +59,9 @@ class RunState(msgspec.Struct, frozen=True):
     started_at: float
     """Unix time."""
     pid: int
-    pid_created: float
-    """See `process_start_s`. With `pid` it names the owner, as ids are reused."""
+    pid_start_s: float
+    """See `process_start_s`. With `pid` it names the owner, as ids are reused. A version that wrote
+    another time under another name neither finds this run nor removes it, nor this one its."""
     pods: list[PodState] = []
     access: str = ""
     """Who may use the API, without any key."""
@@ -181,7 +182,7 @@ def _runs() -> Iterator[tuple[Path, RunState]]:
 
 def _is_alive(state: RunState) -> bool:
     try:
-        return abs(process_start_s(state.pid) - state.pid_created) < SAME_START_S
+        return abs(process_start_s(state.pid) - state.pid_start_s) < SAME_START_S
     except psutil.Error:
         return False
 
