@@ -8,6 +8,7 @@ from typing import TypeVar
 import pytest
 from benchmarks.simulate.traffic import LengthSpread, Traffic, poisson
 from click.testing import CliRunner
+from msgspec import structs
 
 from diptych.advise.advice import (
     ENOUGH,
@@ -110,6 +111,14 @@ def test_steps_are_as_short_as_the_gaps_that_are_promised() -> None:
 def test_steps_stay_as_they_are_where_others_are_no_better() -> None:
     service = ObservedService.of([report(answered(READING, 0.5), 2, 2)])
     assert advise(service).best.max_num_batched_tokens == 512
+
+
+@pytest.mark.parametrize("tokens", [-5, 0, 1])
+def test_a_step_has_room_for_a_token_of_each_stream_whatever_engines_say(tokens: int) -> None:
+    known = report(answered(READING, 0.5))
+    pools = [structs.replace(each, max_num_batched_tokens=tokens) for each in known.pools]
+    service = ObservedService.of([structs.replace(known, pools=pools)])
+    assert simulate(service, service.shape).kept > 0.5
 
 
 def test_more_engines_on_the_same_processors_do_not_keep_more() -> None:

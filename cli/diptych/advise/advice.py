@@ -187,8 +187,9 @@ def _pool(pods: int, of: PoolLoad, shape: ServiceShape) -> SimulatedPool:
     """Who has processors in common with others waits for a part of their steps, as routers take
     it, too."""
     limits = EngineLimits(of.num_blocks, of.block_size, of.max_num_seqs)
-    if shape.max_num_batched_tokens:
-        limits = replace(limits, max_num_batched_tokens=shape.max_num_batched_tokens)
+    # As engines ask for it; a foreign one of several cores may tell other numbers.
+    tokens = max(shape.max_num_batched_tokens or limits.max_num_batched_tokens, of.max_num_seqs)
+    limits = replace(limits, max_num_batched_tokens=tokens)
     if 0 < of.enough_prompt_tokens < of.max_num_batched_tokens:
         limits = replace(limits, enough_prompt_tokens=of.enough_prompt_tokens)
     return SimulatedPool(pods, _cost(of), limits, slowdown=1.0 + of.processors_part)

@@ -123,12 +123,15 @@ def _words(advice: Advice) -> str:
 
     best, now = advice.best, advice.now
     todo = []
-    if best.shape[:3] != now.shape[:3] and best.prefill:
+    same_pods = (best.prefill, best.decode, best.disaggregate) == (
+        now.prefill, now.decode, now.disaggregate,
+    )  # fmt: skip
+    if not same_pods and best.prefill:
         todo.append(
             f"Set spec.prefill.replicas: {best.prefill}, spec.decode.replicas: {best.decode}, "
             f"spec.router.disaggregate: {best.disaggregate}."
         )
-    elif best.shape[:3] != now.shape[:3]:
+    elif not same_pods:
         todo.append(
             f"Do not split it: {best.decode} engines in one pool (spec.engine.runtime vllm, "
             "without spec.prefill), or spec.router.disaggregate: never."

@@ -138,7 +138,10 @@ class ServedVllm:
             zone=settings.zone,
             name=settings.engine_id,
             runtime="vllm",
-            max_num_batched_tokens=self._config.scheduler_config.max_num_batched_tokens,
+            # Of several cores each has a budget of its own: none is that of all.
+            max_num_batched_tokens=(
+                self._config.scheduler_config.max_num_batched_tokens if self._num_cores == 1 else 0
+            ),
             abilities=self.abilities,
         )
         if self.connector == OURS:
