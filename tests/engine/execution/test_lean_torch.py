@@ -14,6 +14,7 @@ from engine_kit.wire import Client, start
 from free_ports import free_port
 from waits import PATIENCE_S, wait_until
 
+from diptych_engine.execution.lean_torch import WITH_CUDA
 from diptych_protocol import EngineConfig
 
 LATE = {
@@ -75,6 +76,10 @@ print(*made[:made.index("torch._C")])
 """
 
 
+@pytest.mark.skipif(
+    any((Path(root) / "torch" / WITH_CUDA).exists() for root in sys.path),
+    reason="torch for a GPU is not linked early",
+)
 def test_nothing_waits_for_the_linker_while_it_links_torch() -> None:
     """An import that loads a library, in front of torch's, would have to."""
     ran = subprocess.run(

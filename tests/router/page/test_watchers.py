@@ -117,8 +117,8 @@ async def test_a_quiet_stream_shows_that_it_lives(
 ) -> None:
     monkeypatch.setattr(routes, "SILENCE_S", 0.0)
     async with watched.watching("alice") as events:
-        await next_of(events)
-        assert await asyncio.wait_for(anext(events), PATIENCE_S) == PULSE
+        # What comes first differs between releases of Python.
+        assert PULSE in [await asyncio.wait_for(anext(events), PATIENCE_S) for _ in range(2)]
 
 
 async def test_streams_end_when_the_router_leaves(view: View) -> None:
