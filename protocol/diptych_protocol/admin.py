@@ -380,6 +380,9 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True):
     """From its arrival; None: it was refused, or failed."""
     seconds: float
     """From its arrival to its end."""
+    prefixes: list[tuple[int, int]] | None = None
+    """How many tokens some beginnings of its prompt have, and a number for each that is the same
+    where prompts begin alike, and tells nothing else of them; None: this is not known."""
 
 
 class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):

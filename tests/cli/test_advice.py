@@ -7,12 +7,14 @@ from typing import TypeVar
 
 import pytest
 from benchmarks.simulate.traffic import LengthSpread, Traffic, poisson
+from benchmarks.traces.generate import generate
 from click.testing import CliRunner
-from msgspec import structs
+from msgspec import convert, structs, to_builtins
 
 from diptych.advise.advice import (
     ENOUGH,
     LEAST_REQUESTS,
+    MOST_EARLIER,
     ObservedService,
     ServiceShape,
     advise,
@@ -22,6 +24,7 @@ from diptych.advise.command import advise as command
 from diptych.router_admin import LOAD_PATH, Told
 from diptych.simulator.costs import StepShape
 from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
+from diptych_router.choosing.policies import POLICIES
 
 T = TypeVar("T")
 READING, WRITING = (
@@ -58,11 +61,12 @@ def report(
     decode: int = 1,
     ttft_ms: int | None = 1000,
     processors_part: float = 0.0,
+    policy: str = "prefix_aware",
 ) -> LoadReport:
     sizes = {"prefill": prefill, "decode": decode}
     pools = [pool(role, size, processors_part) for role, size in sizes.items() if size]
     return LoadReport(
-        policy="prefix_aware", disaggregate="always", ttft_ms=ttft_ms, inter_token_ms=None,
+        policy=policy, disaggregate="always", ttft_ms=ttft_ms, inter_token_ms=None,
         pools=pools, requests=requests,
     )  # fmt: skip
 
@@ -76,7 +80,7 @@ def test_more_pods_go_where_the_work_is(
     traffic: Traffic, rate: float, better: tuple[int, int], worse: tuple[int, int]
 ) -> None:
     service = ObservedService.of([report(answered(traffic, rate))], inter_token_ms=11.0)
-    shapes = (ServiceShape(*each, "always", 512) for each in (better, worse))
+    shapes = (ServiceShape(*each, "always", 512, "prefix_aware") for each in (better, worse))
     good, bad = (simulate(service, shape).kept for shape in shapes)
     assert good > bad + 0.1
 
@@ -127,7 +131,7 @@ def test_more_engines_on_the_same_processors_do_not_keep_more() -> None:
         ObservedService.of([report(requests, processors_part=part)], inter_token_ms=11.0)
         for part in (0.0, 1.0)
     )
-    more = ServiceShape(1, 2, "always", 512)
+    more = ServiceShape(1, 2, "always", 512, "prefix_aware")
     assert simulate(apart, more).kept > simulate(together, more).kept + 0.1
 
 
@@ -145,11 +149,80 @@ def test_a_prefix_that_engines_had_is_not_computed_again() -> None:
     assert simulate(new, new.shape).kept < 0.5 < ENOUGH < simulate(old, old.shape).kept
 
 
+def turns(count: int = 150, seed: int = 0) -> list[PastRequest]:
+    """Turns of conversations, as routers tell of them."""
+    trace = generate("conversations", count, 0.7, 6.0, seed).scaled(128)
+    return [
+        PastRequest(
+            unix_time=1e9 + each.arrival, prompt_tokens=each.prompt, cached_tokens=100,
+            output_tokens=each.output, first_token_s=0.2, seconds=5.0,
+            prefixes=[(part.end, part.key) for part in chain],
+        )
+        for each, chain in zip(trace.requests, trace.chains(), strict=True)
+    ]  # fmt: skip
+
+
+def in_turn(requests: list[PastRequest]) -> ObservedService:
+    """A service whose routers take no notice of prefixes."""
+    known = report(requests, 2, 1, ttft_ms=100, policy="round_robin")
+    return ObservedService.of([known], inter_token_ms=20.0)
+
+
+def test_a_policy_that_finds_more_prefixes_is_found_to_keep_more() -> None:
+    service = in_turn(turns())
+    blind, aware = (
+        simulate(service, service.shape._replace(policy=policy)).kept
+        for policy in ("round_robin", "prefix_aware")
+    )
+    assert aware > blind + 0.1
+
+
+def test_the_policy_holds_for_requests_that_advice_has_not_seen() -> None:
+    """Within a tenth of the best of all shapes of as many pods with each of the policies."""
+    advice, later = advise(in_turn(turns(80))), in_turn(turns(80, seed=7))
+    chosen = simulate(later, advice.best.shape).kept
+    shapes = {
+        each.shape._replace(policy=policy)
+        for each in advice.tried
+        for policy in POLICIES
+        if each.shape.pods == advice.best.shape.pods
+    }
+    assert chosen >= 0.9 * max(simulate(later, shape).kept for shape in shapes)
+    assert advice.compares_policies
+
+
+def test_the_policy_stays_where_others_are_no_better() -> None:
+    requests = [structs.replace(each, prefixes=[]) for each in answered(READING, 0.5)]
+    known = report(requests, 2, 2, policy="least_loaded")
+    advice = advise(ObservedService.of([known]))
+    assert {each.policy for each in advice.tried} == set(POLICIES)
+    assert advice.best.policy == "least_loaded"
+
+
+def test_prefixes_that_no_engine_ever_found_are_not_expected() -> None:
+    """They keep none, then."""
+    requests = [structs.replace(each, cached_tokens=0) for each in turns()]
+    service = in_turn(requests)
+    alike = in_turn([structs.replace(each, prefixes=[]) for each in requests])
+    assert simulate(service, service.shape) == simulate(alike, alike.shape)
+
+
+def test_engines_remember_what_came_before_the_newest_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diptych.advise.advice.MOST_REQUESTS", 40)
+    known = turns(MOST_EARLIER + 40)
+    warm, cold = in_turn(known), in_turn(known[-40:])
+    assert (len(warm.earlier), warm.requests) == (MOST_EARLIER, cold.requests)
+    more, fewer = (simulate(each, each.shape).ttft_ms["p50"] for each in (warm, cold))
+    assert more < fewer
+
+
 def test_several_routers_reports_are_one_service() -> None:
     requests = answered(READING, 2.0)
     parts = [report(requests[at::2]) for at in range(2)]
     whole = ObservedService.of([report(requests)])
-    assert ObservedService.of(parts)._replace(pools={}) == whole._replace(pools={})
+    assert ObservedService.of(parts)._replace(pools={}, routers=1) == whole._replace(pools={})
 
 
 def test_too_little_to_go_by_is_said_with_a_remedy() -> None:
@@ -185,6 +258,29 @@ def test_the_error_of_the_prediction_is_told_with_it(
     told = json.loads(CliRunner().invoke(command, ["it", "--json"]).stdout)
     assert told["is_trusted"] is (good == 1.0)
     assert told["best"] in told["tried"]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["names", "an older router"])
+def test_policies_are_compared_where_routers_say_which_prompts_begin_alike(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = turns(60)
+    known = report(
+        requests if told else [structs.replace(each, prefixes=None) for each in requests],
+        2, 1, ttft_ms=100, policy="round_robin",
+    )  # fmt: skip
+    monkeypatch.setattr("diptych.why.ask_service", lambda *_: ([Told("router-0", known)], []))
+    done = CliRunner().invoke(command, ["--inter-token-ms", "20"])
+    assert done.exit_code == 0, done.output
+    assert ("Set spec.router.policy: " in done.stdout) is told
+    assert ("leastLoaded" in done.stdout) is told
+    assert ("Other policies were not tried" in done.stdout) is not told
+
+
+def test_what_a_newer_router_tells_besides_is_ignored() -> None:
+    known = to_builtins(report(turns(30)))
+    known["requests"][0]["weather"] = known["weather"] = "fine"
+    assert convert(known, LoadReport) == report(turns(30))
 
 
 def test_a_question_that_cannot_be_answered_ends_with_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,17 @@ async def test_what_the_service_was_asked_is_told_without_words(service: Service
     assert "zebra" not in answer.text
 
 
+async def test_requests_that_begin_alike_are_told_as_such(service: Service) -> None:
+    for words in ("zebra " * 40, "zebra " * 60, "apple " * 40):
+        await service.ask(words)
+    answer = await service.admin.get("/admin/load", headers=TOKEN)
+    known = msgspec.json.decode(answer.content, type=LoadReport)
+    other, longer, shorter = (dict(each.prefixes or ()) for each in known.requests[:3])
+    assert shorter
+    assert shorter.items() < longer.items()
+    assert not set(other.values()) & set(longer.values())
+
+
 @pytest.mark.parametrize(
     ("path", "status", "says"),
     [

@@ -40,10 +40,10 @@ def advise(
     """Say how many prefill and decode pods service NAME should have for what it was asked of late.
 
     The newest requests (at most 1000) are simulated, with steps as long as engines reported, in
-    pools of other sizes, with and without hand-offs, and with other bounds of a step (STEP, in
-    tokens). The row that is marked with > is the smallest service of which 95 % of the requests get
-    what is promised, or the one that keeps most. How far the prediction for the present service is
-    from what happened is told as well.
+    pools of other sizes, with and without hand-offs, with other bounds of a step (STEP, in tokens),
+    and with other policies of routers. The row that is marked with > is the smallest service of
+    which 95 % of the requests get what is promised, or the one that keeps most. How far the
+    prediction for the present service is from what happened is told as well.
     docs/capacity.md says what is simulated. Without NAME the newest service here is meant.
 
     \b
@@ -99,9 +99,10 @@ def show_advice(
 
 def _table(advice: Advice) -> Table:
     from diptych.watching import bare_table
+    from diptych_operator.api.base import camel_case
 
     numbers = ("PREFILL", "DECODE", "KEPT", "TTFT P50", "P90", "GAP P50", "P90")
-    columns = ("", "PREFILL", "DECODE", "DISAGGREGATE", "STEP", *numbers[2:])
+    columns = ("", "PREFILL", "DECODE", "DISAGGREGATE", "STEP", "POLICY", *numbers[2:])
     table = bare_table(*columns, right=("STEP", *numbers))
     for each in advice.tried:
         mark = " ".join([">"] * (each == advice.best) + ["now"] * (each == advice.now))
@@ -113,13 +114,14 @@ def _table(advice: Advice) -> Table:
         kept = f"{each.kept:.0%}"
         step = str(each.max_num_batched_tokens or "-")
         pods = (str(each.prefill), str(each.decode))
-        table.add_row(mark, *pods, each.disaggregate, step, kept, *times)
+        table.add_row(mark, *pods, each.disaggregate, step, camel_case(each.policy), kept, *times)
     return table
 
 
 def _words(advice: Advice) -> str:
     """What to do, and how far it can be believed."""
     from diptych.advise.advice import ENOUGH
+    from diptych_operator.api.base import camel_case
 
     best, now = advice.best, advice.now
     todo = []
@@ -138,10 +140,17 @@ def _words(advice: Advice) -> str:
         )
     if best.max_num_batched_tokens != now.max_num_batched_tokens:
         todo.append(f"Set spec.engine.maxNumBatchedTokens: {best.max_num_batched_tokens}.")
+    if best.policy != now.policy:
+        todo.append(f"Set spec.router.policy: {camel_case(best.policy)}.")
     if not todo:
         todo.append("Leave it as it is.")
     if best.kept < ENOUGH:
         todo.append(f"No service of up to twice the pods keeps {ENOUGH:.0%}.")
+    if not advice.compares_policies:
+        todo.append(
+            "Other policies were not tried: routers, as older ones, do not say which prompts begin "
+            "alike."
+        )
     believed = (
         f"The present service was predicted to keep its promises to {advice.now.kept:.0%} of the "
         f"requests, and did so to {advice.measured_kept:.0%}"

@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from diptych_frontend.observability.metrics import Times
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import FETCH, READ, Decision
+from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.serving import RevisionShare
 
@@ -33,6 +36,15 @@ MOST_MARKS: Final = 64
 """The most times of tokens that are kept for a request."""
 PARTS: Final = 4
 """How many numbers an event has."""
+DOUBLINGS: Final = 10
+KEPT_COUNTS: Final = np.array(
+    [*range(1, 16), *(n << doubling for doubling in range(1, DOUBLINGS + 1) for n in range(8, 16))]
+)
+"""Numbers of blocks: the first 15, and eight of each doubling after that. So of n blocks with which
+two prompts begin, more than 8/9 are among these."""
+IS_KEPT: Final = np.zeros(KEPT_COUNTS[-1], np.bool_)
+"""Whether the key of the first block of a prompt is kept, of the second, ..."""
+IS_KEPT[KEPT_COUNTS - 1] = True
 
 
 class Placement:
@@ -219,7 +231,8 @@ class Attempt:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request. Of its prompt only the number of tokens is kept."""
+    """What happened to one request. Of its prompt only the number of tokens is kept, and some keys
+    of what it begins with."""
 
     request_id: str
     """The router's own."""
@@ -244,6 +257,10 @@ class RequestRecord:
     """The facts of the newest attempt."""
     pool: Role = "prefill"
     """The pool that computes its prompt, or was to compute it."""
+    block_size: int = 0
+    """Tokens of the blocks that `keys` are of."""
+    keys: Keys | None = None
+    """Those of its n-th blocks, for each n of `KEPT_COUNTS`; None: they are not known."""
     revisions: tuple[str, ...] = ()
     """The revisions that it was given to while one is tried; empty: none was."""
     trial: RevisionShare | None = None

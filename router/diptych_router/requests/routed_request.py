@@ -35,7 +35,7 @@ from diptych_protocol.wire import ErrorKind
 from diptych_router.choosing.policy import RequestView
 from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.known_prefixes import BlockNamer, BlockNaming
-from diptych_router.requests.request_record import RequestRecord, Setback
+from diptych_router.requests.request_record import IS_KEPT, RequestRecord, Setback
 
 MAX_ERRORS = 3
 """How often engines may report that they failed with a request."""
@@ -171,6 +171,8 @@ class RoutedRequest:
             if self.generated:
                 tokens = tokens + self.generated
             known = self._hashed[naming] = self.namer.keys(self.original, tokens[:-1], naming)
+            self.record.block_size = naming.block_size
+            self.record.keys = known[: IS_KEPT.size][IS_KEPT[: known.size]]
         return known
 
     def place(self, engine: str, stage: Stage) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from diptych_frontend.admin.calls import build_admin_app, seconds_of
+from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.responses import json_response
 from diptych_frontend.openai.tls import Certificate
@@ -23,29 +23,20 @@ from diptych_protocol import InvalidRequestError, KVTransferStats
 from diptych_protocol.admin import (
     EngineReport,
     Explanation,
-    LoadReport,
-    PastRequest,
-    PoolLoad,
     PromiseCount,
     RouterReport,
 )
-from diptych_protocol.wire import time_of_day
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Kind
 from diptych_router.requests.records import MOST_REQUESTS
-from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.explanations import Explanations
+from diptych_router.telling.load_report import load_report
 
 DEFAULT_LIMIT: Final = 20
 MOST_WAIT_S: Final = 60.0
 LOOK_S: Final = 0.1
-RATES: Final = {
-    "step_s": "step_s", "prompt_token_s": "prompt_token_s", "row_s": "row_s",
-    "move_s": "trip_s", "move_token_s": "trip_token_s",
-}  # fmt: skip
-"""Field of `PoolLoad` -> column of `EngineTable`."""
 
 
 def request_routes(known: Explanations) -> list[BaseRoute]:
@@ -102,7 +93,7 @@ def admin_app(
         return json_response(router_report(client, api_keys, certificate))
 
     async def load(_: Request) -> Response:
-        return json_response(load_report(client, explanations))
+        return json_response(await load_report(client, explanations, read_keys(keys_dir)))
 
     routes = [
         Route("/admin/state", state),
@@ -177,63 +168,3 @@ def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         zone=link.location.zone,
         failures={str(kind): count for kind, count in link.breaker.failures.items()},
     )
-
-
-def load_report(client: PoolClient, settings: Explanations) -> LoadReport:
-    """Return what the service was asked of late, and what that takes its engines."""
-    slo = client.table.promises.slo
-    return LoadReport(
-        policy=settings.policy,
-        disaggregate=settings.disaggregate,
-        ttft_ms=slo.ttft_ms,
-        inter_token_ms=slo.inter_token_ms,
-        pools=list(_pools(client)),
-        requests=[found for record in client.table.records for found in _past(record)],
-    )
-
-
-def _past(record: RequestRecord) -> Iterator[PastRequest]:
-    """Nothing for what is open, was ended by its client, or wants no tokens."""
-    first_s, ended_s = record.first_token_s, record.ended_s
-    if ended_s is None or record.outcome == "abort" or record.prefill_only:
-        return
-    if record.outcome in ("error", "refused"):
-        first_s = None
-    elif first_s is None:
-        return
-    placements = [placement for attempt in record.attempts for placement in attempt.placements]
-    yield PastRequest(
-        unix_time=time_of_day(record.began_s),
-        prompt_tokens=record.prompt_tokens,
-        cached_tokens=placements[0].cached_tokens if placements else 0,
-        output_tokens=record.tokens.total,
-        first_token_s=None if first_s is None else first_s - record.began_s,
-        seconds=ended_s - record.began_s,
-    )
-
-
-def _pools(client: PoolClient) -> Iterator[PoolLoad]:
-    pools = {
-        role: [link.description for link in client.pools.of(role) if link.description is not None]
-        for role in client.pools.fleet.tables
-    }
-    processors = [engine.processors for described in pools.values() for engine in described]
-    shared = len(processors) > 1 and processors[0] != 0 and len(set(processors)) == 1
-    for role, table in client.pools.fleet.tables.items():
-        described = pools[role]
-        places = [row.at for row in table.rows if row["told_steps"]]
-        if described and places:
-            yield PoolLoad(
-                role=role,
-                engines=len(described),
-                num_blocks=min(engine.num_blocks for engine in described),
-                block_size=described[0].block_size,
-                max_num_seqs=min(engine.max_num_seqs for engine in described),
-                max_num_batched_tokens=described[0].max_num_batched_tokens,
-                enough_prompt_tokens=described[0].enough_prompt_tokens,
-                processors_part=described[0].processors_part if shared else 0.0,
-                **{
-                    name: float(np.median(table.column[column][places]))
-                    for name, column in RATES.items()
-                },
-            )
