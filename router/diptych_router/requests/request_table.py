@@ -42,6 +42,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
 )
+from diptych_protocol.kv_transfer_params import PARAM
 from diptych_protocol.wire import FINISH_REASON_STRINGS, REVISION_HEADER
 from diptych_router.engines.health_book import Failure
 from diptych_router.engines.known_prefixes import BlockNamer
@@ -231,13 +232,17 @@ class RequestTable:
     ) -> list[Action]:
         """Take the word of the engine in charge that it failed."""
         setback = routed.setback_of(output.error_kind)
-        if setback is Setback.LOSS and output.error_param is None:
+        # With a parameter it is the request that is wrong, but the lease came of the other engine.
+        is_theirs = output.error_param is None or (
+            output.error_param == PARAM and setback is Setback.LOSS
+        )
+        if setback is Setback.LOSS and is_theirs:
             self._attempts.way_failed(routed, now)
         routed.wrong_field = output.error_param
         if setback is Setback.FULL:
             self._fleet.was_full(routed.engine)
-        elif setback is not Setback.REFUSED and output.error_param is None:
-            routed.suspect()  # with a parameter it is the request that is wrong
+        elif setback is not Setback.REFUSED and is_theirs:
+            routed.suspect()
         self._pass_turn(routed, setback, output.error or "the engine gave no reason")
         return _offered(output)
 

@@ -11,6 +11,7 @@ from diptych_protocol import (
     FinishReason,
     InvalidRequestError,
 )
+from diptych_protocol.kv_transfer_params import PARAM
 from diptych_protocol.wire import ErrorKind
 from diptych_router.engines.health_book import FIRST_CLOSED_S
 from diptych_router.requests.attempts import LEAST_PATIENCE_S
@@ -254,14 +255,18 @@ def test_the_only_engine_is_tried_again() -> None:
     world.check_end()
 
 
-def test_the_only_decode_engine_computes_the_prompt_when_two_hand_offs_to_it_have_failed() -> None:
-    """Both engines are well; it is the network between them that is not."""
+@pytest.mark.parametrize("param", [None, PARAM])
+def test_the_only_decode_engine_computes_the_prompt_when_two_hand_offs_to_it_have_failed(
+    param: str | None,
+) -> None:
+    """Both engines are well; it is the network between them that is not, or their clocks: then one
+    refuses the other's leases, which name a parameter and are none of the request's."""
     world = World("p", "d")
     world.submit("r")
     for lease in ("L1", "L2"):
         prefilled(world, lease=lease)
         [(engine, core_id)] = world.placements()
-        world.say(engine, fails(core_id))
+        world.say(engine, fails(core_id, param=param))
     [(engine, core_id)] = world.placements()
     assert engine == "d"
     world.say("d", world.answer(core_id, FinishReason.STOP))
