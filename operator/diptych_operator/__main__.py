@@ -72,7 +72,6 @@ async def run(args: argparse.Namespace) -> None:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     async with await Kube.connect() as kube:
-        await kube.version()  # or say at once that there is no cluster
         metrics.watch_gauge("api_requests", "Requests to the API server.", lambda: kube.requests)
         leader = Leader(kube, metrics, args, stop)
         probes = serve_probes(

@@ -15,6 +15,7 @@ from aiohttp import web
 from cluster_kit.operators import Operator
 from cluster_kit.reconciling import KEY, Object, Store, one_pass, serving
 from cluster_kit.small_api import serving_api
+from free_ports import free_port
 from kubernetes.aio import client
 from waits import PATIENCE_S
 
@@ -89,6 +90,23 @@ async def test_a_leader_waits_for_its_crd_serves_and_ends_when_it_can_no_longer_
             assert lease["spec"]["holderIdentity"] == "", "another may take over at once"
         finally:
             end(operator)
+
+
+async def test_one_that_starts_while_the_api_server_is_away_waits_for_it(tmp_path: Path) -> None:
+    """One that ended would be kept from coming back, for up to five minutes after the outage."""
+    port = free_port()
+    async with serving_api(tmp_path, port) as (_, kubeconfig):
+        pass
+    operator = Operator(tmp_path / "log", ["--namespaces=ns"], kubeconfig)
+    try:
+        assert await says(operator, "readyz", "the API server does not answer") == 503
+        assert await says(operator, "healthz", "ok") == 200
+        async with serving_api(tmp_path, port) as (api, _):
+            api.serves_crd = True
+            assert await says(operator, "readyz", "ok") == 200
+            assert await says(operator, "metrics", "diptych_operator_leader 1.0") == 200
+    finally:
+        end(operator)
 
 
 async def test_a_kind_whose_crd_comes_later_is_watched_in_the_next_life(

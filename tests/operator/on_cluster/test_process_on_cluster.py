@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from chaos_kit.namespaces import KUBECONFIG, SOON_S, Namespace, resting, until
+from chaos_kit.namespaces import KUBECONFIG, Namespace, resting, until
 from cluster_kit.operators import STUCK, Home, Identity, Operator, metric_change, running
 
 from diptych_operator.kube.leader import LEASE_S, RETRY_S
@@ -150,30 +150,6 @@ def test_a_leader_whose_lease_is_deleted_leads_on_or_ends(
 
 
 # --- the process ------------------------------------------------------------------------------
-
-
-def test_without_an_api_server_it_ends_with_one_clear_line(tmp_path: Path) -> None:
-    ended = _ends(tmp_path, "http://127.0.0.1:9")
-    assert "the API server does not answer" in ended
-    assert "127.0.0.1:9" in ended
-
-
-def _ends(folder: Path, server: str) -> str:
-    """The only line of an operator that is pointed at this API server and ends with 1."""
-    kubeconfig = folder / "kubeconfig"
-    kubeconfig.write_text(
-        f"apiVersion: v1\nkind: Config\ncurrent-context: x\nusers: [{{name: x, user: {{}}}}]\n"
-        f"clusters: [{{name: x, cluster: {{server: '{server}'}}}}]\n"
-        "contexts: [{name: x, context: {cluster: x, user: x}}]\n"
-    )
-    operator = Operator(folder / "log", [], kubeconfig)
-    try:
-        assert operator.ended(SOON_S) == 1
-    finally:
-        operator.process.kill()
-    (line,) = operator.entries()
-    assert line["level"] == "ERROR"
-    return str(line["message"])
 
 
 def test_other_namespaces_are_not_its_business(home: Home) -> None:

@@ -104,15 +104,15 @@ def _resource(plural: str) -> Object:
 
 
 @asynccontextmanager
-async def serving_api(folder: Path) -> AsyncIterator[tuple[SmallApi, Path]]:
-    """The API server, and a kubeconfig that leads to it."""
+async def serving_api(folder: Path, port: int = 0) -> AsyncIterator[tuple[SmallApi, Path]]:
+    """The API server, and a kubeconfig that leads to it. port: 0 takes any that is free."""
     api = SmallApi()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", api.answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         kubeconfig = folder / "kubeconfig"
         server = f"http://127.0.0.1:{runner.addresses[0][1]}"
         kubeconfig.write_text(
