@@ -21,6 +21,7 @@ from diptych_operator.api.names import (
     MANAGED_BY,
     MANAGED_BY_LABEL,
     ROLE_LABEL,
+    ROLES,
     ROUTER_PORTS,
     SERVICE_LABEL,
 )
@@ -221,6 +222,9 @@ def test_pods_are_scraped_where_the_operator_serves(
     spec = monitor["spec"]
     assert spec["namespaceSelector"] == selected
     assert spec["selector"]["matchLabels"] == {MANAGED_BY_LABEL: MANAGED_BY}
+    (chosen,) = spec["selector"]["matchExpressions"]
+    assert (chosen["key"], chosen["operator"]) == (ROLE_LABEL, "In")
+    assert chosen["values"] == [*ROLES, "route"]
     assert spec["podTargetLabels"] == [SERVICE_LABEL, ROLE_LABEL]
     (endpoint,) = spec["podMetricsEndpoints"]
     assert endpoint["port"] in ENGINE_PORTS
