@@ -298,8 +298,8 @@ def _unschedulable(pod: PodView) -> Finding:
     remedies = []
     if lacking := sorted({name.rstrip(".") for name in _LACKING.findall(said)}):
         remedies.append(
-            f"Add nodes with free {' and '.join(lacking)}, or lower {_spec(pod.role)}.resources or "
-            "the number of pods."
+            f"Add nodes with free {' and '.join(lacking)}, or ask for less in "
+            f"{_spec(pod.role)}.resources, or for fewer pods."
         )
     if "were unschedulable" in said:
         remedies.append("Let pods onto nodes again: `kubectl uncordon`.")
@@ -356,7 +356,7 @@ def _refused(view: DeploymentView) -> Finding:
     says, spec = shorten(_POD_REFUSED.sub("", view.failure), MAX_QUOTE), _spec(view.role)
     remedy = Reason.PODS_REFUSED.remedy
     if "exceeded quota" in says:
-        remedy = f"Raise the namespace's ResourceQuota, or lower {spec}.resources."
+        remedy = f"Raise the namespace's ResourceQuota, or ask for less in {spec}.resources."
     elif "must specify" in says:
         remedy = f"Say in {spec}.resources what it names."
     elif _LIMIT_RANGE.search(says):

@@ -178,7 +178,7 @@ async def test_a_route_says_why_its_pods_are_not_even_created() -> None:
     await passes(store)
     (condition,) = store.route(KEY)["status"]["conditions"]
     assert condition["message"].startswith("no pod of front-route is ready: route pods cannot be")
-    assert condition["message"].endswith("or lower spec.resources.")
+    assert condition["message"].endswith("or ask for less in spec.resources.")
 
 
 async def test_a_route_without_a_usable_key_says_what_it_waits_for() -> None:

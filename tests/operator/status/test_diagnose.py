@@ -196,7 +196,7 @@ CASES = {
         unscheduled("0/1 nodes are available: 1 Insufficient nvidia.com/gpu."),
         Reason.UNSCHEDULABLE,
         ["fits no node (0/1 nodes are available: 1 Insufficient nvidia.com/gpu). ",
-         "Add nodes with free nvidia.com/gpu, or lower spec.decode.resources"],
+         "Add nodes with free nvidia.com/gpu, or ask for less in spec.decode.resources, or for"],
     ),
     "no memory and tainted": (
         unscheduled("0/3 nodes are available: 1 Insufficient memory, 2 node(s) had untolerated "
@@ -384,7 +384,7 @@ def test_a_router_waits_for_the_volume_of_its_batches() -> None:
             'pods "svc-decode-7c9d-abcde" is forbidden: exceeded quota: compute, requested: '
             "cpu=4, used: cpu=8, limited: cpu=10",
             "exceeded quota: compute, requested: cpu=4",
-            "Raise the namespace's ResourceQuota, or lower spec.decode.resources.",
+            "Raise the namespace's ResourceQuota, or ask for less in spec.decode.resources.",
         ),
         (
             'pods "svc-decode-7c9d-fghij" is forbidden: violates PodSecurity "restricted:latest": '
