@@ -259,7 +259,11 @@ class LimitedProtocol(HttpToolsProtocol):
             raise self._fault
         super().on_headers_complete()
         HeadKept(self.cycle, self.loop)
-        self.scope[PARTS_KEY] = PartWriter(self.transport, self.flow)  # type: ignore[typeddict-unknown-key]
+        has_chunks = self.parser.get_http_version() != "1.0"
+        if not has_chunks:
+            _end_with_connection(self.cycle)
+        parts = PartWriter(self.transport, self.flow, has_chunks=has_chunks)
+        self.scope[PARTS_KEY] = parts  # type: ignore[typeddict-unknown-key]
         self._unanswered = [each for each in self._unanswered if not each.response_complete]
         self._unanswered.append(self.cycle)
 
@@ -320,6 +324,17 @@ class LimitedProtocol(HttpToolsProtocol):
         elif now - self._unread_since > WRITE_TIMEOUT_S:
             # What was written will never be read: to close would be to wait for that.
             self.transport.abort()
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Have uvicorn write an answer as it is: HTTP/1.0 knows no chunks, and then no keep-alive."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def unchunked(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = unchunked  # type: ignore[method-assign]
 
 
 def _head_too_large() -> InvalidRequestError:

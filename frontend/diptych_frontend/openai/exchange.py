@@ -116,8 +116,11 @@ class PartWriter:
     """Writes parts of a streamed answer to its connection, and tells when that is lost, without
     ASGI's coroutines. It is for parts between the first and the last."""
 
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
-        self._transport, self._flow = transport, flow
+    def __init__(
+        self, transport: asyncio.Transport, flow: FlowControl, *, has_chunks: bool = True
+    ) -> None:
+        """has_chunks: each part is one of HTTP/1.1's chunks."""
+        self._transport, self._flow, self._has_chunks = transport, flow, has_chunks
         self._is_lost = False
         self._on_lost: Callable[[], object] | None = None
 
@@ -127,7 +130,8 @@ class PartWriter:
 
     def write(self, part: bytes) -> None:
         if part:  # an empty chunk would be the last one
-            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+            chunk = b"%x\r\n%b\r\n" % (len(part), part) if self._has_chunks else part
+            self._transport.write(chunk)
 
     def watch(self, on_lost: Callable[[], object] | None) -> None:
         """Call this when the connection is lost, at once if it is. None: nobody asks any more."""

@@ -139,6 +139,27 @@ async def test_a_long_answer_outlasts_the_deadline_of_headers(
         assert (await asking).status_code == 200
 
 
+@pytest.mark.parametrize("answers", [1, 2])
+async def test_who_knows_no_chunks_gets_an_answer_that_ends_with_the_connection(
+    engine: Any, serve: Any, answers: int
+) -> None:
+    """HTTP/1.0, as of ApacheBench and of proxies by their defaults."""
+    body = b'{"model": "echo", "stream": true, "prompt": "abc", "max_tokens": 3, "n": %d}' % answers
+    head = b"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\n"
+    sent = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with serve(build_app(engine)) as url:
+        old = await answer_to(url, head + sent)
+        head, _, events = old.partition(b"\r\n\r\n")
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        assert all(line.startswith(b"data: ") for line in events.split(b"\n\n") if line), events
+        assert events.endswith(b"data: [DONE]\n\n")
+        whole = await answer_to(url, b"GET /v1/models HTTP/1.0\r\n\r\n")
+        head, _, models = whole.partition(b"\r\n\r\n")
+        assert b"content-length: %d" % len(models) in head
+        assert (await answer_to(url, b"HEAD /v1/models HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\n")
+
+
 async def test_requests_sent_ahead_are_bounded(engine: Any, serve: Any, eventually: Any) -> None:
     engine.gate.clear()
     body = b'{"model": "echo", "prompt": "a"}'
