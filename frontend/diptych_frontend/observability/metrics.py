@@ -196,8 +196,8 @@ class ServerMetrics:
         if ignored:
             self._ignored_fields.inc(ignored)
 
-    def count_end(self, reason: str) -> None:
-        self._finished.labels(self._model_name, reason).inc()
+    def count_end(self, reason: str, sequences: int = 1) -> None:
+        self._finished.labels(self._model_name, reason).inc(sequences)
 
     def tokens_of(self, tenant: str, kind: str) -> Counter:
         """Return a counter of a tenant's tokens of one kind. Tenants are the names of the service's
@@ -230,10 +230,11 @@ class RequestProgress:
         *,
         goes_on: bool = False,
         deltas: bool = True,
+        answers: int = 1,
     ) -> None:
         """num_prompt_tokens: 0 for a prefetch, of which those that are cached count. goes_on: the
         prompt, and the tokens of the first output, were counted when the client asked for the first
-        time. deltas: outputs have only the tokens that are new."""
+        time. deltas: outputs have only the tokens that are new. answers: how many are awaited."""
         self._metrics, self._bill, self._goes_on = metrics, bill, goes_on
         self._num_prompt_tokens = num_prompt_tokens
         self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None
@@ -241,7 +242,8 @@ class RequestProgress:
         self._last_delivery: dict[int, float] = {}
         self._num_before: dict[int, int] | None = None if deltas else {}
         """The tokens that earlier outputs had, by the index of the answer."""
-        self._seen_any = self._seen_end = False
+        self._seen_any = False
+        self._unended = answers
         self._started_at = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -250,7 +252,6 @@ class RequestProgress:
     def saw(self, output: RequestOutput) -> None:
         metrics = self._metrics
         now = time.perf_counter()
-        self._seen_end = output.finished
         is_told = self._goes_on and not self._seen_any
         if is_told:
             self._seen_any = True
@@ -277,6 +278,7 @@ class RequestProgress:
                 self._last_delivery[choice.index] = now
             if choice.finish_reason is not None:
                 metrics.count_end(choice.finish_reason)
+                self._unended -= 1
 
     def _count_prompt(self, num_cached: int) -> None:
         count = max(self._num_prompt_tokens, num_cached)
@@ -300,10 +302,9 @@ class RequestProgress:
         if exc_type is None:
             self._metrics.e2e.observe(time.perf_counter() - self._started_at)
         elif issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):
-            if not self._seen_end:
-                self._metrics.count_end("abort")
+            self._metrics.count_end("abort", self._unended)
         elif not issubclass(exc_type, (InvalidRequestError, EngineOverloadedError)):
-            self._metrics.count_end("error")
+            self._metrics.count_end("error", self._unended)
 
 
 _OF_ENGINES: Final = metrics_of(SchedulerStats)

@@ -450,7 +450,12 @@ async def _run_prompt(
     is_whole = job.params.output_kind is RequestOutputKind.FINAL_ONLY
     num_tokens = len(prompt["prompt_token_ids"]) if job.num_prompt_tokens else 0
     with RequestProgress(
-        metrics, num_tokens, exchange.tenant, exchange.bill, goes_on=job.num_paid > 0
+        metrics,
+        num_tokens,
+        exchange.tenant,
+        exchange.bill,
+        goes_on=job.num_paid > 0,
+        answers=job.params.n,
     ) as progress:
 
         def take(output: RequestOutput) -> bool:

@@ -39,6 +39,18 @@ def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
     assert 0 < found["diptych:inter_token_latency_seconds_sum", ()] <= total
 
 
+def test_all_answers_that_a_client_left_unfinished_are_counted() -> None:
+    metrics = ServerMetrics("m")
+    progress = RequestProgress(metrics, 3, answers=4)
+    ended = CompletionOutput(2, "", [1], finish_reason="stop")
+    progress.saw(RequestOutput("r", None, [], [ended], finished=False))
+    progress.__exit__(GeneratorExit)
+    found = samples(metrics.exposition("")[0].decode())
+    reasons = ("stop", "abort")
+    name = "diptych:request_success_total"
+    assert [found[name, (("finished_reason", reason),)] for reason in reasons] == [1, 3]
+
+
 async def test_requests_are_counted_and_timed(http: httpx.AsyncClient, engine: Any) -> None:
     body = {"model": "echo", "prompt": "abcd", "max_tokens": 5}
     await http.post("/v1/completions", json=body)
