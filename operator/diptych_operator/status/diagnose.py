@@ -112,23 +112,25 @@ def shorten(text: str, limit: int) -> str:
     return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
 
 
-_ERROR_LINE = re.compile(r"^diptych [a-z ]+: error: (?P<problem>.+)$")
+_ERROR_LINE = re.compile(r"^diptych [^:]+: error: (?P<problem>.+)$")
+"""Pods of engines write it under their own name."""
 _EXCEPTION_LINE = re.compile(r"^(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?::|$)")
 _LOG_PREFIX = re.compile(r"^(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d\S*\s+")
-_CORE_ENDED = "the engine core (pid"
+CORE_EXITED = re.compile(r"the engine core \(pid \d+\) exited")
+_CORE_KILLED = re.compile(r"the engine core \(pid \d+\) was killed by signal 9")
 
 
 def telling_line(log: str) -> str:
     """Return the line of a container's last output that best explains why it ended.
 
     That is our programs' own error line, else an uncaught exception, else the last line. The
-    front-end's message that its core has ended counts only if the core itself printed none.
+    front-end's message that its core has exited counts only if the core itself did not say why.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [found["problem"] for line in lines if (found := _ERROR_LINE.match(line))]
-    causes = [error for error in errors if not error.startswith(_CORE_ENDED)]
+    causes = [error for error in errors if not CORE_EXITED.match(error)]
     exceptions = [line for line in lines if _EXCEPTION_LINE.match(line)]
-    best = causes[-1:] or errors[-1:] or exceptions[-1:] or lines[-1:]
+    best = causes[-1:] or exceptions[-1:] or errors[-1:] or lines[-1:]
     return shorten(_LOG_PREFIX.sub("", best[0]), MAX_QUOTE) if best else ""
 
 
@@ -255,7 +257,7 @@ def _crash(pod: PodView) -> Finding:
     says = telling_line(pod.last_exit)
     if pod.last_exit_reason == "OOMKilled":
         return _out_of_memory(pod, "was ended at its memory limit", "")
-    if says.startswith(_CORE_ENDED) and "killed by signal 9" in says:
+    if _CORE_KILLED.match(says):
         return _out_of_memory(pod, "its engine core was killed, as happens at a memory limit", says)
     if pod.ended_container in (MODEL_CONTAINER, DRAFT_MODEL_CONTAINER):
         reason = Reason.MODEL_CANNOT_BE_FETCHED

@@ -155,9 +155,15 @@ CASES = {
     ),
     "crash, our own words": (
         crashed(f"diptych engine core: error: {BAD_MODEL}\n"
-                "diptych engine: error: the engine core (pid 12) exited with code 2\n"),
+                "diptych svc-decode-0: error: the engine core (pid 12) exited with code 2\n"),
         Reason.CONTAINER_CRASHING,
         [f"keeps crashing ({BAD_MODEL}). ", "kubectl logs --previous"],
+    ),
+    "crash, the core's traceback": (
+        crashed(f"{TRACEBACK}\n"
+                "diptych svc-decode-0: error: the engine core (pid 12) exited with code 1\n"),
+        Reason.CONTAINER_CRASHING,
+        ["(torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB)"],
     ),
     "crash, a traceback": (
         crashed(TRACEBACK, code=1),
@@ -188,7 +194,8 @@ CASES = {
         ["Raise spec.decode.resources.limits.memory or lower spec.engine.kvCacheMemory."],
     ),
     "out of memory, the core alone": (
-        crashed("diptych engine: error: the engine core (pid 12) was killed by signal 9", code=1),
+        crashed("diptych svc-1a2b3c4d-decode-5b7c9-x2z4q: error: the engine core (pid 12) was "
+                "killed by signal 9", code=1),
         Reason.OUT_OF_MEMORY,
         ["killed, as happens at a memory limit", "spec.decode.resources.limits.memory"],
     ),
@@ -461,6 +468,7 @@ def test_a_quote_is_found_again_in_an_earlier_message() -> None:
         ("07:12:01 E [engine] x: lost\n", "E [engine] x: lost"),
         ("2026-11-21T07:12:01.5Z lost\n", "lost"),
         ("diptych engine: error: one\nlater noise\n", "one"),
+        ("diptych model-fetch: error: one\nlater noise\n", "one"),
         ("ValueError: no\nnoise\n", "ValueError: no"),
         ("Terminated\n", "Terminated"),
     ],
