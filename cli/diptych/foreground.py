@@ -14,6 +14,7 @@ from rich.console import Console
 from diptych.board.board import Board
 from diptych.board.watch import watch
 from diptych.demo import MAX_TOKENS, QUESTION, demonstrate
+from diptych.errors import RunError
 from diptych.known_models import Source
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.model import with_local_model
@@ -70,7 +71,13 @@ def _run(
         nursery.expect_engines()
     programs = other_programs(source, service)  # before anything is fetched in vain
     service = with_local_model(source, service, cache, console)
-    asyncio.run(up(source, service, api, programs, nursery, board, while_ready))
+    try:
+        asyncio.run(up(source, service, api, programs, nursery, board, while_ready))
+    except OSError as exc:
+        raise RunError(
+            f"this machine does not allow it: {exc}. `diptych doctor` looks at the machine; "
+            "XDG_RUNTIME_DIR or TMPDIR can name another place for the files of the run"
+        ) from exc
 
 
 def _leave(number: int, _: object) -> None:

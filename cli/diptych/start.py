@@ -58,6 +58,10 @@ def _run(module: str) -> None:
         if not package or package.startswith("diptych"):
             raise  # ours is always there: that would be a mistake of ours
         sys.exit(advice(package))
+    except RuntimeError as exc:
+        if "home directory" not in str(exc):  # as pathlib has no class for it
+            raise
+        sys.exit(f"Error: {exc} Set HOME to a folder of yours.")
     except UnicodeEncodeError as exc:
         sys.exit(f"Error: a text that was given is no valid text, or cannot be shown here: {exc}")
     except OSError as exc:

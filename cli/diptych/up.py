@@ -65,6 +65,7 @@ async def up(
     Raises:
         BadInputError: the file is wrong, its model is not here, or the API cannot have its address.
         RunError: the port is taken, a pod cannot start, or the service never became ready.
+        OSError: the run's files cannot be written, or pods have no ports.
     """
     service = api.fit(source, service)
     objects = rendered(source, service)

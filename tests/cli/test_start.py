@@ -98,3 +98,13 @@ def test_a_chat_whose_input_is_closed_ends() -> None:
 
 def test_every_extra_is_explained() -> None:
     assert EXTRAS.keys() == PROJECT["optional-dependencies"].keys()
+
+
+def test_who_has_no_home_is_told_to_name_one() -> None:
+    """Such as a user of a container whom its system does not know."""
+    unknown = "import os, pwd; del os.environ['HOME']; pwd.getpwuid = {}.__getitem__"
+    program = [sys.executable, "-c", f"{unknown}; {command('diptych')}", "models"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Set HOME to a folder" in done.stderr
+    assert "Traceback" not in done.stderr

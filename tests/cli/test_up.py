@@ -351,6 +351,41 @@ def test_a_pod_that_cannot_start_ends_the_run_with_its_last_lines(
     assert up.state() == {}
 
 
+def test_a_run_that_cannot_keep_its_files_says_what_to_do(
+    service_file: Callable[[Service], Path], small_service: Callable[..., Service], tmp_path: Path
+) -> None:
+    deep = tmp_path.joinpath(*["x" * 200] * 20)
+    deep = Path(str(deep)[: os.pathconf("/", "PC_PATH_MAX") - 10])  # nothing fits into it
+    deep.mkdir(parents=True)
+    command = [sys.executable, "-m", "diptych.main", "up", str(service_file(small_service()))]
+    done = subprocess.run(
+        [*command, "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(deep)},
+    )
+    assert done.returncode == 1
+    assert "Error: this machine does not allow it: [Errno 36] File name too long" in done.stderr
+    assert "TMPDIR can name another place" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_core_that_ended_is_told_by_its_own_words(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    said = (
+        "diptych engine core: error: no room for the KV cache",
+        "diptych small-prefill-0: error: the engine core (pid 7) exited with code 2",
+    )
+    command = ["sh", "-c", f"echo '{said[0]}'; echo '{said[1]}'; exit 2"]
+    template = {"spec": {"containers": [{"name": "engine", "command": command, "args": []}]}}
+    up = start(small_service(prefill=template))
+    assert up.process.wait(PATIENCE_S) == 1
+    assert "small-prefill-0 ended with code 2: no room for the KV cache (restart" in up.output
+    assert "Error: small-prefill-0 cannot start: no room for the KV cache\nthe end" in up.output
+
+
 def test_a_program_that_is_not_there_is_named(
     start: Start, small_service: Callable[..., Service]
 ) -> None:
@@ -366,7 +401,8 @@ def test_a_pod_that_does_not_come_up_in_time_is_killed(
     probe = {"periodSeconds": 0.2, "failureThreshold": 1, "httpGet": {"path": "/nothing"}}
     up = start(small_service(prefill=small_pod("engine", startupProbe=probe)))
     assert up.process.wait(PATIENCE_S) == 1
-    assert "small-prefill-0 cannot start" in up.output
+    told = r"small-prefill-0 cannot start: no answer at http://127.0.0.1:\d+/nothing within 0.2 s"
+    assert re.search(told, up.output)
 
 
 def test_a_sick_pod_shows_as_not_ready_and_heals(

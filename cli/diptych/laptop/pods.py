@@ -85,6 +85,11 @@ class HttpProbe:
     def url(self) -> str:
         return f"{self.scheme}://{self.host}:{self.port}{self.path}"
 
+    @property
+    def patience_s(self) -> float:
+        """How long it may fail in a row."""
+        return self.failure_threshold * self.period_s
+
 
 DECODE_NICENESS = 10
 """The niceness of decode engines, so that prefill goes first where both want a core. First tokens

@@ -60,7 +60,7 @@ async def watch(client: httpx.AsyncClient, pod: LocalPod, probed: Callable[[bool
 
 async def _started(client: httpx.AsyncClient, probe: HttpProbe) -> bool:
     try:
-        async with asyncio.timeout(probe.failure_threshold * probe.period_s):
+        async with asyncio.timeout(probe.patience_s):
             while not await answers(client, probe):
                 await asyncio.sleep(QUICK_POLL_S)
     except TimeoutError:
@@ -98,6 +98,8 @@ class RunningPod:
         self.pid: int | None = None
         self._control: socket.socket | None = None
         self._log_start = 0
+        self._is_late = False
+        """The latest process was killed because it did not answer its startup probe."""
 
     async def start(self) -> None:
         """Start the pod's process under a leash. Its output is appended to the log."""
@@ -105,7 +107,7 @@ class RunningPod:
         ours.setblocking(False)
         order = Start(self.spec.command, self.spec.niceness, self.spec.env)
         with theirs, self.log.open("ab") as log:
-            self._log_start = log.tell()
+            self._log_start, self._is_late = log.tell(), False
             self._nursery.start(order, theirs, log.fileno())
         self._control = ours
         async with asyncio.timeout(START_S):
@@ -142,11 +144,22 @@ class RunningPod:
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_WR)
 
+    def give_up(self) -> None:
+        """Kill a process that did not start in time."""
+        self._is_late = True
+        self.kill()
+
     def last_error(self) -> str:
-        """Return why the latest process ended: its last `error: ...` line, else its last line."""
+        """Return why the latest process ended: its last `error: ...` line, else its last line. If
+        that is that its core has exited, return why the core has."""
+        from diptych_operator.status.diagnose import CORE_EXITED, telling_line  # a start needs none
+
         lines = self._lines(self._log_start)
         errors = [line for line in lines if ERROR_LINE.search(line)]
-        return (errors or lines or ["no output"])[-1]
+        last = (errors or lines or ["no output"])[-1]
+        if self._is_late and (probe := self.spec.startup) is not None:
+            return f"no answer at {probe.url} within {probe.patience_s:g} s, its log ends: {last}"
+        return telling_line("\n".join(lines)) if CORE_EXITED.search(last) else last
 
     def last_lines(self, count: int) -> list[str]:
         """Return the last non-empty lines of the pod's log, over all its starts."""
@@ -246,7 +259,7 @@ class Supervisor:
                 self._changed()
 
         await watch(self._client, pod.spec, probed)
-        pod.kill()
+        pod.give_up()
 
     async def _sleep(self, seconds: float) -> None:
         """Until the time is over or the supervisor stops."""
