@@ -23,7 +23,7 @@ from browser_kit import (
 from free_ports import free_port
 from model_kit.questions import WHOLE
 from page_scenes import DECODING, DESK, LONG, PHONE, PICTURES, Scene
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 from playwright.sync_api import TimeoutError as NotSeen
 from waits import PATIENCE_S, wait_until
 
@@ -633,6 +633,29 @@ def test_a_kill_is_seen_before_the_router_knows_of_it(open_page: Open) -> None:
     expect(card).to_have_attribute("data-state", "away")
     expect(card.locator(".legend button")).to_have_text("2,912 gone")
     expect(card).to_have_attribute("data-state", "ok")
+
+
+def test_the_page_of_an_earlier_run_says_that_it_is_to_be_reloaded(open_page: Open) -> None:
+    page = open_page(once=True).page
+    streams: list[Route] = []
+
+    def events(route: Route) -> None:
+        streams.append(route)
+        if len(streams) == 1:
+            route.fulfill(content_type="text/event-stream", body="")
+        else:
+            route.continue_()
+
+    def about(route: Route) -> None:
+        told = route.fetch()
+        now = {"control": None} if streams else {}
+        route.fulfill(response=told, json=told.json() | now)
+
+    page.route("**/ui/api/events", events)
+    page.route("**/ui/api/about", about)
+    page.reload()
+    anew = "The service was started anew: reload this page."
+    expect(page.locator("#problem")).to_have_text(anew)
 
 
 COUNT_FRAMES = """() => {

@@ -62,7 +62,8 @@ async function lookAround() {
     words.focus();
     if (!panels) {
       const { control } = about;
-      panels = new Panels(service, control && ((engine) => kill(control, engine)));
+      const killer = control && ((/** @type {string} */ engine) => kill(control, engine));
+      panels = new Panels(service, killer, () => void lookAgain(about));
       void panels.follow();
     }
   } catch (error) {
@@ -73,6 +74,16 @@ async function lookAround() {
     byId("door-problem", HTMLElement).textContent = door.open ? "This key is not known here." : "";
     if (!door.open) door.showModal();
   }
+}
+
+/**
+ * Tell of another run: what it serves, and where its engines are killed, only a new page knows.
+ * @param {import("./service.js").About} before
+ */
+async function lookAgain(before) {
+  const now = await service.about().catch(() => before);
+  const [then, here] = [before, now].map(({ model, control }) => JSON.stringify([model, control]));
+  if (then !== here) say("The service was started anew: reload this page.");
 }
 
 /**

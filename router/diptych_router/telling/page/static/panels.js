@@ -33,10 +33,12 @@ export class Panels {
   /**
    * @param {import("./service.js").Service} service
    * @param {Kill | null} kill null: engines cannot be killed here
+   * @param {() => void} cameBack called when the service is there again
    */
-  constructor(service, kill) {
+  constructor(service, kill, cameBack) {
     this.service = service;
     this.kill = kill;
+    this.cameBack = cameBack;
     this.#answer = new Following(
       (requestId) => service.timeline(requestId),
       (course, requestId) => this.#showCourse(course, requestId),
@@ -50,10 +52,11 @@ export class Panels {
   /** Show the pools until the tab is closed; a stream that ends is asked for again. */
   async follow() {
     this.#section.hidden = false;
-    for (;;) {
+    for (let isFirst = true; ; isFirst = false) {
       try {
         let anew = true;
         for await (const change of this.service.changes()) {
+          if (anew && !isFirst) this.cameBack();
           this.pools.take(change, anew, performance.now());
           this.#show(change);
           anew = false;
