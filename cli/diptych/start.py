@@ -43,6 +43,10 @@ def kubectl_diptych() -> None:
 
 
 def _run(module: str) -> None:
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        # The caller has closed it, and a socket would else have its place.
+        os.set_inheritable(number, True)
+    os.close(number)
     if sys.stdin is None:  # closed by the caller
         sys.stdin = io.StringIO()
     elif isinstance(sys.stdin, io.TextIOWrapper):

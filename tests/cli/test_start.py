@@ -108,3 +108,24 @@ def test_who_has_no_home_is_told_to_name_one() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "Set HOME to a folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LOOK = """
+import os, sys
+from pathlib import Path
+from diptych.start import diptych
+told = Path(sys.argv.pop())
+try:
+    diptych()
+finally:
+    told.write_text(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)))
+"""
+
+
+def test_no_socket_has_the_place_of_a_stream_that_was_closed(tmp_path: Path) -> None:
+    """A process of a nursery would take it for its own output."""
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
+    told = tmp_path / "told"
+    program = [sys.executable, "-c", LOOK, "--version", str(told)]
+    subprocess.run([*closed, *program], check=True)
+    assert told.read_text().split() == ["/dev/null"] * 3

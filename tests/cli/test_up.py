@@ -371,6 +371,23 @@ def test_a_run_that_cannot_keep_its_files_says_what_to_do(
     assert "Traceback" not in done.stderr
 
 
+def test_in_a_folder_that_is_no_more_nothing_is_begun(
+    service_file: Callable[[Service], Path], small_service: Callable[..., Service], tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    leave = f"import os, sys; os.chdir({str(tmp_path / 'gone')!r}); os.rmdir(os.getcwd())"
+    run = "from diptych.main import main; main()"
+    file = str(service_file(small_service()))
+    done = subprocess.run(
+        [sys.executable, "-c", f"{leave}; {run}", "up", file],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "Error: the folder you are in has been deleted; go to another one\n"
+
+
 def test_a_core_that_ended_is_told_by_its_own_words(
     start: Start, small_service: Callable[..., Service]
 ) -> None:

@@ -14,6 +14,8 @@ from typing import Final
 
 import msgspec
 
+from diptych.errors import RunError
+
 ENGINE: Final = "diptych_engine"
 """The program whose imports take longest."""
 ROOM: Final = " " * 4096
@@ -33,6 +35,11 @@ class Nursery:
     """Two processes that import while their caller does other things, and end with it."""
 
     def __init__(self) -> None:
+        """Raises `RunError` in a folder that is no more: torch cannot be loaded there."""
+        try:
+            os.getcwd()
+        except FileNotFoundError as exc:
+            raise RunError("the folder you are in has been deleted; go to another one") from exc
         # The running interpreter's programs come first, so that `python` is this Python.
         path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
         # Engines share the cores here: an OpenMP thread that waits must not spin on one.
