@@ -357,7 +357,8 @@ def test_an_unsupported_gguf_model_is_refused_by_name(
 @each(
     ("uri", "says"),
     [
-        ("/no/such/model.gguf", "does not exist"),
+        ("/no/such/model.gguf", "does not exist; check the path, or mount the volume"),
+        ("org/model", "does not exist; check the path, or write hf://org/model for the Hub's"),
         ("file:///no/such/model.gguf", "does not exist"),
         ("file://elsewhere/model.gguf", "names the host"),
         ("package://no_such_package/x.gguf", "not installed"),

@@ -134,7 +134,9 @@ def resolve_model(uri: str, *, weights: bool = True, vocabulary: bool = False) -
         if path.is_dir():
             return _hf_source(uri, path, weights)
         if not path.is_file():
-            raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
+            like_hub = not path.is_absolute() and uri.count("/") == 1
+            other = f"write hf://{uri} for the Hub's" if like_hub else "mount the volume it is on"
+            raise _refuse(f"{path} does not exist; check the path, or {other}")
         # A router may have the first header only, and computes no logits.
         headers = read_parts(path) if weights else [read_header(path)]
         tensors = {tensor.name: (at, tensor) for at in headers for tensor in at.raw_tensors}
