@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 from engine_kit.core import BATCHED
+from engine_kit.executor import PACED
 from free_ports import free_port
 from service_kit import (
     LIGHT,
@@ -23,6 +24,7 @@ from service_kit import (
     cores,
     engine_config,
     generate,
+    importing_support,
     link_of,
     routing,
     start_engine,
@@ -35,7 +37,7 @@ from diptych_router.requests.pool_client import PoolClient
 
 pytestmark = pytest.mark.asyncio
 
-STREAMS, LENGTH, TOLD = 16, 200, 40
+STREAMS, LENGTH, TOLD = 6, 120, 40
 IN_BLOCKS = 96
 """Tokens of each prompt that fill blocks."""
 PROMPT = list(range(1000, 1103))
@@ -45,12 +47,20 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _paced() -> Iterator[None]:
+    """Engines that rest: their answers last, and take little of the processor."""
+    with importing_support():
+        yield
+
+
 def keeping(name: str, folder: Path, **changes: Any) -> EngineConfig:
     return engine_config(
         name,
         LIGHT,
         **{
             "weight_packing": BATCHED,
+            "executor_class": PACED,
             "num_blocks": 1024,
             "kv_keep": str(folder / name),
             **changes,

@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from engine_kit.executor import PACED
 from free_ports import free_port
-from service_kit import all_usable, engine_config, generate, routing, start_engine
+from service_kit import (
+    LIGHT,
+    all_usable,
+    engine_config,
+    generate,
+    importing_support,
+    routing,
+    start_engine,
+)
 from waits import PATIENCE_S
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
@@ -189,8 +198,9 @@ async def test_a_key_with_many_requests_at_one_router_leaves_turns_to_a_key_at_a
 async def test_a_more_urgent_request_at_one_router_goes_before_those_of_another(
     smollm2: str, keys_dir: Path
 ) -> None:
-    config = engine_config("decode-1", smollm2, max_num_seqs=1, scheduling_policy="priority")
-    core, address = await start_engine(config, keys_dir)
+    own = {"max_num_seqs": 1, "scheduling_policy": "priority", "executor_class": PACED}
+    with importing_support():
+        core, address = await start_engine(engine_config("decode-1", LIGHT, **own), keys_dir)
     try:
         async with (
             alone(smollm2, keys_dir, address) as first,
@@ -199,11 +209,10 @@ async def test_a_more_urgent_request_at_one_router_goes_before_those_of_another(
             for router in (first, second):
                 await all_usable(router, 1)
             ends: list[str] = []
-            words = "word " * 200
 
             async def ask_with(router: PoolClient, name: str, priority: int) -> None:
-                params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
-                outputs = router.generate(f"{name} {words}", params, name, priority=priority)
+                params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+                outputs = router.generate(name, params, name, priority=priority)
                 async for _ in outputs:
                     pass
                 ends.append(name)

@@ -45,7 +45,6 @@ from diptych_engine.control.kept_answers import KEEP_S
 from diptych_protocol import RouterConfig
 from diptych_router.requests.pool_client import PoolClient
 
-STREAMS = 8
 LENGTH = 250
 LONGER = 400
 """Tokens of answers that last for seconds."""
@@ -56,6 +55,7 @@ HEADERS = {"x-diptych-resumable": "1", "authorization": "Bearer key-of-ann"}
 
 PATHS = [*READ]
 """Those of the APIs that stream."""
+STREAMS = len(PATHS)
 DIFFERENT = "created|created_at|cached_tokens|cache_read_input_tokens|input_tokens"
 ENDS = re.compile(r'data: (\[DONE\]|{"type":"(response\.(completed|incomplete)|message_stop)")')
 
@@ -205,12 +205,11 @@ async def test_clients_of_a_killed_router_get_the_rest_from_another(
     routers: list[Router], engines: list[Core], watcher: PoolClient, eventually: Any
 ) -> None:
     lost, other = routers.pop(0), routers[-1]
-    paths = [PATHS[number % len(PATHS)] for number in range(STREAMS)]
-    bodies = [question(number, path) for number, path in enumerate(paths)]
+    bodies = [question(number, path) for number, path in enumerate(PATHS)]
     wanted = [Answer() for _ in range(STREAMS)]
 
     def reading(router: Router, number: int, answers: list[Answer]) -> Coroutine[Any, Any, bool]:
-        return read(router, bodies[number], answers[number], paths[number])
+        return read(router, bodies[number], answers[number], PATHS[number])
 
     assert all(await asyncio.gather(*(reading(lost, at, wanted) for at in range(STREAMS))))
     before = await tokens_sampled(watcher, engines)
@@ -224,7 +223,7 @@ async def test_clients_of_a_killed_router_get_the_rest_from_another(
     assert broken, ends
     assert all(await asyncio.gather(*(reading(other, at, answers) for at in broken)))
 
-    for path, answer, whole in zip(paths, answers, wanted, strict=True):
+    for path, answer, whole in zip(PATHS, answers, wanted, strict=True):
         assert answer.read_as(path) == whole.read_as(path)
     sampled = await tokens_sampled(watcher, engines) - before
     assert sampled == STREAMS * LENGTH, "each token is computed once"

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import httpx
 import psutil
 import pytest
 import pytest_asyncio
+from engine_kit.executor import PACED
+from service_kit import importing_support
 from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.admin.calls import build_admin_app
@@ -40,10 +42,17 @@ from diptych_protocol import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "dummy://?num_hidden_layers=6&hidden_size=512&intermediate_size=2048"
-"""80 MB of weights, and a few milliseconds a token."""
+"""80 MB of weights, and a few milliseconds a token, beside the rests."""
 STALL_LIMIT_S = 4.0
 TOKEN = "sesame"
 Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _paced() -> Iterator[None]:
+    """Engines rest after each step."""
+    with importing_support():
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -54,6 +63,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
             num_threads=1,
             num_blocks=512,
             max_num_batched_tokens=1024,
+            executor_class=PACED,
             profile_dir=str(tmp_path_factory.mktemp("profiles")),
             kv_transfer=KVTransferConfig(),
         ),
@@ -165,7 +175,7 @@ async def test_contract_C16_sleep_gives_memory_back_and_wakes_up_with_the_same_t
 async def test_contract_C11_a_stopped_core_with_work_is_unhealthy_after_the_stall_limit(
     engine: AsyncLLM,
 ) -> None:
-    reading = Reading(engine, max_tokens=300)
+    reading = Reading(engine, max_tokens=100)
     await reading.begun.wait()
     os.kill(engine.description.pid, signal.SIGSTOP)
     stopped = time.monotonic()
@@ -202,7 +212,7 @@ async def test_contract_C13_C14_C15_resets_of_an_idle_engine(engine: AsyncLLM) -
     assert await engine.reset_mm_cache() is None  # type: ignore[func-returns-value]
     assert await engine.reset_encoder_cache() is None  # type: ignore[func-returns-value]
     assert await engine.reset_prefix_cache() is True
-    reading = Reading(engine, max_tokens=300)
+    reading = Reading(engine, max_tokens=100)
     await reading.begun.wait()
     assert await engine.reset_prefix_cache() is False
     assert await engine.reset_prefix_cache(True, True) is True

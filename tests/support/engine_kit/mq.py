@@ -29,7 +29,6 @@ REAL = EngineConfig(
     num_blocks=512,
     num_threads=1,
     max_num_seqs=8,
-    weight_packing="none",  # answers are compared however they were batched
 )
 """The real model, which answers different prompts differently."""
 DOOMED = msgspec.structs.replace(CONFIG, num_blocks=512, max_num_seqs=8, executor_class=PACED)
