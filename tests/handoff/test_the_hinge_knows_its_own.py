@@ -8,6 +8,7 @@ import secrets
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,16 @@ from typing import Any
 import msgspec
 import pytest
 from engine_kit.core import tokens
-from engine_kit.handoff import Engine, drive, engines, prompt_of, request, save_toy, signed
+from engine_kit.handoff import (
+    Engine,
+    LocalRouter,
+    drive,
+    engines,
+    prompt_of,
+    request,
+    save_toy,
+    signed,
+)
 from waits import Deadline, source_of
 
 from diptych_kv_transfer.connector import KVConnector
@@ -89,6 +99,20 @@ def listening() -> Iterator[socket.socket]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener
+
+
+def test_engines_whose_clocks_differ_answer_without_a_handoff(trio: list[Engine]) -> None:
+    alone, prefill, decode = trio
+    connector = decode.core.connector
+    assert isinstance(connector, KVConnector)
+    connector._references.clock = lambda: time.time() + 600.0
+    router = LocalRouter(None, prefill=[prefill], decode=[decode])
+    try:
+        [outputs] = router.run(request(next(_names), PROMPT, **LONG))
+    finally:
+        router.settle()
+    assert outputs[-1].outputs[0].token_ids == answer(alone)
+    assert decode.hinge.blocks_received == 0
 
 
 EDITS: dict[str, list[Any]] = {

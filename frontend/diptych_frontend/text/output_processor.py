@@ -34,7 +34,7 @@ from diptych_protocol import (
     RequestOutput,
     RequestOutputKind,
 )
-from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.kv_transfer_params import EXPIRY, PARAM
 from diptych_protocol.wire import FINISH_REASON_STRINGS, ErrorKind
 
 __all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
@@ -415,6 +415,6 @@ def failure_of(output: EngineCoreOutput) -> DiptychError:
     reason = output.error or "the engine gave no reason"
     if output.error_kind is ErrorKind.OVERLOADED:
         return EngineOverloadedError(reason)
-    if output.error_kind is ErrorKind.REFUSED or output.error_param == PARAM:
+    if output.error_kind is ErrorKind.REFUSED or output.error_param in (PARAM, EXPIRY):
         return RefusedByEngineError(reason, param=output.error_param)
     return EngineGenerateError(reason)

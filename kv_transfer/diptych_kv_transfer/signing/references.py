@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferParams
-from diptych_protocol.kv_transfer_params import ENGINE_FIELDS, PARAM
+from diptych_protocol.kv_transfer_params import ENGINE_FIELDS, EXPIRY, PARAM
 
 MAC_BYTES = 16
 
@@ -82,8 +82,8 @@ because the prefill engine refuses a lease that has ended."""
 class UnprovenReferenceError(InvalidRequestError):
     """A reference was changed after signing, belongs to another request, or is no longer valid."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{PARAM}: {why}", param=PARAM)
+    def __init__(self, why: str, param: str = PARAM) -> None:
+        super().__init__(f"{param}: {why}", param=param)
 
 
 @dataclass(slots=True)
@@ -137,7 +137,8 @@ class References:
             )
         if self.clock() > (params.expires_at or 0) + MAX_SKEW_S:
             raise UnprovenReferenceError(
-                "the reference has expired; prefill again, and have the engines' clocks agree"
+                "the reference has expired; prefill again, and have the engines' clocks agree",
+                EXPIRY,
             )
         if self.is_taken(params):
             raise UnprovenReferenceError("the reference was used here before; prefill again")

@@ -42,7 +42,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
 )
-from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.kv_transfer_params import EXPIRY
 from diptych_protocol.wire import FINISH_REASON_STRINGS, REVISION_HEADER
 from diptych_router.engines.health_book import Failure
 from diptych_router.engines.known_prefixes import BlockNamer
@@ -232,10 +232,8 @@ class RequestTable:
     ) -> list[Action]:
         """Take the word of the engine in charge that it failed."""
         setback = routed.setback_of(output.error_kind)
-        # With a parameter it is the request that is wrong, but the lease came of the other engine.
-        is_theirs = output.error_param is None or (
-            output.error_param == PARAM and setback is Setback.LOSS
-        )
+        # With a parameter it is the request that is wrong, but not if two engines' clocks differ.
+        is_theirs = output.error_param in (None, EXPIRY)
         if setback is Setback.LOSS and is_theirs:
             self._attempts.way_failed(routed, now)
         routed.wrong_field = output.error_param

@@ -18,7 +18,7 @@ from diptych_kv_transfer.signing.references import (
     UnprovenReferenceError,
 )
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferParams
-from diptych_protocol.kv_transfer_params import ENGINE_FIELDS
+from diptych_protocol.kv_transfer_params import ENGINE_FIELDS, EXPIRY
 
 KEY = HingeKey.of(CurveKeys("P" * 40, "S" * 40))
 ROTATED = HingeKey.of(CurveKeys("P" * 40, "T" * 40))
@@ -174,8 +174,9 @@ def test_it_expires_on_its_own_clock_and_some_seconds_later_on_others(
     clock.now = 1030.0 + MAX_SKEW_S
     here.check_use(lent, DIGEST)
     clock.now += 0.1
-    with pytest.raises(UnprovenReferenceError, match="expired"):
+    with pytest.raises(UnprovenReferenceError, match="expired") as caught:
         here.check_use(lent, DIGEST)
+    assert caught.value.param == EXPIRY
     here.check_lease(lent)  # a lease that was renewed meanwhile can still be given back
 
 

@@ -11,7 +11,7 @@ from diptych_protocol import (
     FinishReason,
     InvalidRequestError,
 )
-from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.kv_transfer_params import EXPIRY
 from diptych_protocol.wire import ErrorKind
 from diptych_router.engines.health_book import FIRST_CLOSED_S
 from diptych_router.requests.attempts import LEAST_PATIENCE_S
@@ -255,7 +255,7 @@ def test_the_only_engine_is_tried_again() -> None:
     world.check_end()
 
 
-@pytest.mark.parametrize("param", [None, PARAM])
+@pytest.mark.parametrize("param", [None, EXPIRY])
 def test_the_only_decode_engine_computes_the_prompt_when_two_hand_offs_to_it_have_failed(
     param: str | None,
 ) -> None:
