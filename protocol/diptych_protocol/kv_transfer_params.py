@@ -40,7 +40,7 @@ ENGINE_FIELDS = ("remote_engine_id", "epoch", "remote_host", "remote_port", "com
 """The fields that name an engine, in announcements and in all its leases."""
 PARAM = "kv_transfer_params"
 EXPIRY = f"{PARAM}.expires_at"
-"""What an error names by whose clock a lease has ended that nobody has read."""
+"""The parameter that an error names if a reference has expired by the reader's clock."""
 MAX_PREFIX_BLOCKS = 1 << 15
 """Limit on the blocks of a prefix that one engine fetches from another at a time."""
 

@@ -547,7 +547,7 @@ def test_the_ribbon_grows_with_the_answer_and_is_the_record_at_its_end(
     scene.show_timeline()
     for ribbon in (page.locator("#ribbon"), scene.facts.locator(".ribbon")):
         assert ribbon.locator(".ribbon-name").all_inner_texts() == [lane["name"] for lane in lanes]
-        # Clocks of engines are known better with time, so that a rate may still change by one.
+        # A rate was once seen to differ by one from the record's.
         bars = [bar["label"].split(",")[0] for lane in lanes for bar in lane["bars"]]
         shown = ribbon.locator(".bar > span").all_text_contents()
         assert [label.split(",")[0] for label in shown] == bars
